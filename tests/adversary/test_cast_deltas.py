@@ -16,7 +16,7 @@ import zstandard
 from kit import eventually
 from kit.cast import WITHIN_S, Lab, flip, head_version
 from kit.forged import chunks_of, tensors_of, write_tree
-from shoal.errors import BroadcastError, DeltaRefused, ManifestRefused, VersionNotFound
+from shoal.errors import DeltaRefused, ManifestRefused, VersionNotFound
 from shoal.protocol import Delta, PolicyManifest, PolicyRef
 from shoal.shardcast import Payload
 from shoal.shardcast.delta import HEADER, MAGIC, SIZE, blocks_of, encode_block
@@ -231,12 +231,3 @@ def test_a_base_that_rotted_on_this_disk_is_noticed(trap: Trap) -> None:
     flip(trap.lab.folder / "cache" / f"{trap.first.policy.digest}.bin")
     payload = trap.lab.client(trap.source.url).fetch(manifest.policy, WITHIN_S)  # a new process
     assert weights(payload) == trap.new
-
-
-def test_a_chunk_of_a_delta_is_checked_like_any_other(trap: Trap) -> None:
-    manifest = trap.set(trap.true, anchor=False)
-    bad = manifest.deltas[0].chunks[0].hash
-    path = trap.lab.www / "chunks" / bad[:2] / bad
-    path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(BroadcastError, match="sent bytes that are not chunk"):
-        trap.client.fetch(manifest.policy, 3)

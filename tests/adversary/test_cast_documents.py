@@ -17,7 +17,7 @@ import pytest
 
 from kit import Request, TempPaths, cast, eventually
 from kit.forged import ENDLESS, endings, head_of, manifest_of, sign, write, write_tree
-from shoal.errors import BroadcastError, ManifestRefused, ShoalError, VersionNotFound
+from shoal.errors import BroadcastError, ManifestRefused, VersionNotFound
 from shoal.protocol import PolicyManifest
 from shoal.shardcast import Downloader, Payload
 from shoal.shardcast.manifest import read_head, read_manifest
@@ -302,15 +302,6 @@ def test_a_file_that_is_a_link_is_replaced_not_written_through(lab: cast.Lab) ->
     assert secret.read_bytes() == b"keep me"
     assert (lab.folder / "out" / "x").read_bytes() == b"x" * 50
     assert not (lab.folder / "out" / "x").is_symlink()
-
-
-def test_a_name_that_is_both_file_and_folder_ends_in_words(lab: cast.Lab) -> None:
-    """`a` and `a/b` cannot both be unpacked. Whoever notices says so; nobody falls over."""
-    manifest, payload = manifest_of(1, [("a", b"1" * 50), ("a/b", b"2" * 50)])
-    write_tree(lab.www, manifest, payload)
-    client = lab.client(lab.source().url)
-    with pytest.raises(ShoalError, match=r"a part of the path is a file|entry|name"):
-        client.fetch(manifest.policy, cast.WITHIN_S).export(lab.folder / "out")
 
 
 def test_a_head_that_names_odd_versions_leads_nowhere(lab: cast.Lab) -> None:

@@ -4,7 +4,6 @@ import os
 import random
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 
 from kit import Request, eventually, fork
 from kit.cast import Lab, ask, reply
-from kit.cli import run_shoal
 from kit.fork import free_port
 from kit.smalldisk import in_own_namespace, small_disk
 
@@ -120,32 +118,6 @@ def test_second_fetch_costs_nothing_and_a_new_version_its_delta(tmp_path: Path) 
         assert disk_bytes(out) < 1.1 * SIZE
 
 
-def test_same_content_makes_no_new_version(tmp_path: Path) -> None:
-    data = random_file(tmp_path / "a.bin")
-    assert run_shoal(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
-    with publisher(tmp_path, "a.bin") as origin:
-        ran = run_shoal(tmp_path, "cast", "fetch", url_of(origin), "--out", "out.bin")
-        assert ran.stdout.splitlines()[-1].startswith("out.bin version 1"), ran.stderr
-    assert (tmp_path / "out.bin").read_bytes() == data
-
-
-@pytest.mark.slow
-def test_removed_files_go_and_foreign_files_stay(tmp_path: Path) -> None:
-    for name in ("keep", "gone", "edited"):
-        (tmp_path / "model").mkdir(exist_ok=True)
-        random_file(tmp_path / "model" / name, 1, 500)
-    with publisher(tmp_path, "model", "--port", "0") as origin:
-        url = url_of(origin)
-        fetch(tmp_path, url, "--out", "copy")
-        (tmp_path / "copy" / "mine").write_text("mine")
-        (tmp_path / "copy" / "edited").write_text("edited")
-        for name in ("gone", "edited"):
-            (tmp_path / "model" / name).unlink()
-        assert fork.run(tmp_path, "cast", "publish", "model", "--no-serve").returncode == 0
-        fetch(tmp_path, url, "--out", "copy")
-    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["edited", "keep", "mine"]
-
-
 @pytest.mark.slow
 def test_relay_serves_without_its_upstream_and_waits_for_a_late_one(tmp_path: Path) -> None:
     data = random_file(tmp_path / "a.bin", 1, 900_000)
@@ -210,42 +182,6 @@ def test_fetch_without_progress_gives_up(lab: Lab, tmp_path: Path) -> None:
         ran = fork.run(tmp_path, "cast", "fetch", f"{slow}/#{key}", "--out", "out.bin", "--patience", "2")
     assert ran.returncode == 1
     assert "nothing has arrived for 2 s" in ran.stderr.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_old_tree_is_refused_by_a_new_fetch(tmp_path: Path) -> None:
-    random_file(tmp_path / "a.bin", 1, 50_000)
-    assert fork.run(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
-    shutil.copytree(tmp_path / "www", tmp_path / "past")
-    shutil.copy(tmp_path / "www.key", tmp_path / "past.key")
-    data = random_file(tmp_path / "a.bin", 2, 50_000)
-    with publisher(tmp_path, "a.bin") as origin:
-        fetch(tmp_path, url_of(origin), "--out", "out.bin")
-    random_file(tmp_path / "b.bin", 1, 50_000)
-    (tmp_path / "b.bin").rename(tmp_path / "a.bin")
-    with publisher(tmp_path, "a.bin", "--folder", "past") as origin:
-        ran = fork.run(tmp_path, "cast", "fetch", url_of(origin), "--out", "out.bin")
-    assert ran.returncode == 1
-    assert "goes back to policy 0.1 although 0.2 is known" in ran.stderr
-    assert (tmp_path / "out.bin").read_bytes() == data
-
-
-@pytest.mark.slow
-def test_changed_copy_is_replaced_by_the_next_fetch(tmp_path: Path) -> None:
-    """Also of a version that is offered as a difference only: its own chunks cannot be had any more."""
-    data = random_file(tmp_path / "a.bin")
-    with publisher(tmp_path, "a.bin") as origin:
-        url = url_of(origin)
-        for version in (1, 2):
-            if version == 2:
-                data = changed(data, 2)
-                (tmp_path / "a.bin").write_bytes(data)
-                assert fork.run(tmp_path, "cast", "publish", "a.bin", "--no-serve").returncode == 0
-            fetch(tmp_path, url, "--out", "out.bin")
-            with (tmp_path / "out.bin").open("r+b") as file:
-                file.write(b"scribbled over")
-            fetch(tmp_path, url, "--out", "out.bin", "--patience", "20")
-            assert (tmp_path / "out.bin").read_bytes() == data
 
 
 def test_taken_port_is_named(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ crash, smalldisk, postgres, s3, sandbox       processes that die, small disks, r
 deploy, nginx                                 the files under deploy/, as their programs read them; a web server
 tables                                        tables of cases in tests/data
 attack, trial, served_hub, hostile, forged    for the adversary suite
-cast, data, engines, evaluation, evidence,    for the tests of one package
+cast, data, engines, evaluation, evidence,    for the tests of one package; stubs: in place of a client
 reward, sft
 
 Here: short names for the types of pytest's own fixtures, waiting for what another thread or process does, and calls at

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
+import pyarrow.compute as pc
 
 from kit import eventually
 from kit import hub as kit
@@ -32,11 +33,13 @@ from kit.fork import FORKS, started
 from shoal import ledger
 from shoal.hub.http.server import run_hub
 from shoal.hub.service import Context
+from shoal.hub.service.archiving import Archiving
 from shoal.protocol import Batch, BatchReply, Lease, LeaseReply, LedgerEntry, LedgerPage, Registration, Role, SigningKey
 from shoal.protocol.policy import LedgerHead, PolicyAnnouncement
 from shoal.protocol.signing import Message, SignedDocument, open_document, sign_document, sign_request
 from shoal.protocol.submission import Receipt, submission_digest
 from shoal.protocol.verdict import Audit, AuditReply, Outcome, Severity, Verdict, VerdictReport
+from shoal.records import FOLDER, Records
 from shoal.runtime import SystemClock, crash, ensure_folder
 from shoal.runtime.stop import stop_on_signals
 
@@ -73,16 +76,17 @@ class Place:
 
 def _config(place: Place) -> Any:
     config = kit.make_config(place.folder, run=dict(place.run), settings={**SETTINGS, **place.settings})
-    return replace(config, credit_window_s=0.3)
+    return replace(config, credit_window_s=0.3, texts=kit.as_texts)
 
 
 def serve(place: Place, environment: Mapping[str, str], ready: Connection) -> None:
     """One life of the hub, in a process of its own."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # no hub outlives its test
-    from shoal.hub.service import context, upkeep
+    from shoal.hub.service import archiving, context, upkeep
 
     upkeep.TICK_S, context.LEADS_S = TICK_S, LEADS_S
+    archiving.FLUSH_MS, archiving.SETTLED_MS = 0, 50
     os.environ.update(environment)
     crash.arm()
     run_hub(_config(place), stop_on_signals(), ready.send)
@@ -195,8 +199,20 @@ class Books:
             self._check_receipts(context)
             self._check_credit(context, entries)
             self._check_batches(context)
+            self._check_records(context)
         finally:
             context.close()
+
+    def _check_records(self, context: Context) -> None:
+        """Every judged group is among the records once; those that were pulled later a second time."""
+        Archiving(context).close()  # the hub may have been killed before its last ones
+        table = Records(context.config.folder / FOLDER).table()
+        firsts = table.filter(pc.equal(table["sample"], 0)).to_pylist()
+        assert [row["group"] for row in firsts] == list(range(len(firsts)))
+        found = Counter(row["submission"] for row in firsts if row["outcome"] != "pulled")
+        pulled = {row["submission"] for row in firsts if row["outcome"] == "pulled"}
+        assert set(found.values()) == {1}
+        assert {*found, *pulled} == {receipt.submission for receipt in self.receipts.values()}
 
     def _check_receipts(self, context: Context) -> None:
         assert self.receipts, "somebody has worked"

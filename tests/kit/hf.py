@@ -168,10 +168,11 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(body)
         kind, name = f"{asked.get('type') or 'model'}s", f"{asked['organization']}/{asked['name']}"
         if (kind, name) in self.hub.repositories:
-            self.refuse(409, "", "You already created this repo")
-        private = bool(asked.get("private"))
+            known = {"error": "You already created this repo", "url": f"{self.hub.url}/{name}"}
+            return self.answer(409, json.dumps(known).encode())
+        private = bool(asked.get("private")) or asked.get("visibility") == "private"  # by the library's version
         self.hub.put(name, {".gitattributes": b""}, kind, private=private)
-        self.say({"url": f"{self.hub.url}/{name}", "id": name, "name": name})
+        return self.say({"url": f"{self.hub.url}/{name}", "id": name, "name": name})
 
     def signed_in(self) -> None:
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
@@ -189,7 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.found(kind, repo, rev)
         large = (".safetensors", ".parquet")
         self.say({"files": [
-            {"path": each["path"], "uploadMode": "lfs" if each["path"].endswith(large) else "regular"}
+            {"path": each["path"], "uploadMode": "lfs" if each["path"].endswith(large) else "regular",
+             "shouldIgnore": False}
             for each in json.loads(body)["files"]
         ]})  # fmt: skip
 

@@ -9,15 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from shoal.adversary.base import (
-    OTHER_TOKENS,
-    OTHER_WEIGHTS,
-    Cheat,
-    CheatContext,
-    EngineWrapper,
-    cheating,
-    with_honest_proofs,
-)
+from shoal.adversary import base
+from shoal.adversary.base import OTHER_TOKENS, OTHER_WEIGHTS, Cheat, CheatContext, EngineWrapper, cheating
 from shoal.engines import Engine, Fetch, GenerationRequest, Groups
 from shoal.models.quantize import INT4, INT8, Quantization, quantized
 from shoal.protocol import Lease, PolicyRef, ProofParameters, Submission, TensorView
@@ -76,7 +69,7 @@ class DecodedByOther(EngineWrapper):
 
     def __init__(self, engine: Engine, cheaper: Engine) -> None:
         def draw(engine: Engine, requests: Sequence[GenerationRequest], proof: ProofParameters | None) -> Groups:
-            return with_honest_proofs(engine, requests, cheaper.generate(requests, None), proof)
+            return base.with_honest_proofs(engine, requests, cheaper.generate(requests, None), proof)
 
         super().__init__(engine, draw)
         self._cheaper = cheaper

@@ -15,6 +15,8 @@ from shoal.runtime.extras import require
 PIPED_WIDTH = 200
 OUT = "The folder to write."
 VERSION = "Write the checkpoint of this version. (default: the newest)"
+PUSH = "Push it to the Hugging Face hub, with metrics and ledger; log in before (hf auth login), or set HF_TOKEN."
+ROLLOUTS = "With --push: what was trained on as well, as the data set ORG/NAME-rollouts."
 VERIFY = "Check this backup instead of making one."
 MADE = "The run's folder to make, or a name for it under runs/."
 PLACES = "Where rows and submissions go instead of the folder: database, storage or storage_endpoint. Repeatable."
@@ -55,17 +57,44 @@ def status(where: options.OptionalPlace = None, as_json: options.Json = False, w
     return Console(width=width).print(frame(RunView(found, (), history, 0.0), width))
 
 
+def dashboard(where: options.OptionalPlace = None, wait_s: options.Wait = 3) -> None:
+    """Say where the pages about a run are; if its hub is off, start it for them until you press Ctrl-C."""
+    from shoal.cli.run import role
+    from shoal.run.folder import RunFolder, find_run
+    from shoal.run.launch import asking_hub
+
+    place = find_run(where)
+    try:
+        with asking_hub(place, wait_s) as client:
+            client.status()
+            return echo(f"{client.url}/")
+    except HubUnreachable:
+        if "://" in place:
+            raise
+    echo(f"{RunFolder.open(Path(place)).endpoints.hub}/ (the hub was off; Ctrl-C ends it again)")
+    return role("hub", Path(place))
+
+
 def export(
     directory: options.Run,
     out: Annotated[Path, Argument(metavar="OUT", help=OUT)],
     best: Annotated[bool, Option("--best", help="Write the checkpoint with the best held-out score.")] = False,
     version: Annotated[int | None, options.whole("--version", VERSION)] = None,
+    push: Annotated[str | None, options.value("--push", "ORG/NAME", PUSH)] = None,
+    private: Annotated[bool, Option("--private", help="With --push: into private repositories.")] = False,
+    rollouts: Annotated[bool, Option("--rollouts", help=ROLLOUTS)] = False,
 ) -> None:
-    """Write a checkpoint of a run as a Hugging Face folder."""
+    """Write a checkpoint of a run as a Hugging Face folder, and push it to the hub if asked to."""
     require("trainer", "shoal export")
-    from shoal.run.sources import export_run
+    from shoal.run.sources import export_run, push_export
+    from shoal.runtime import hf
 
+    if push is None and (private or rollouts):
+        raise UserError(f"{'--private' if private else '--rollouts'} goes with --push ORG/NAME")
+    name = None if push is None else hf.check_push(push)
     echo(f"wrote {export_run(directory, out, best, version)}")
+    for line in () if name is None else push_export(directory, out, name, private, rollouts):
+        echo(line)
 
 
 def backup(

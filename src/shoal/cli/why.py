@@ -1,59 +1,116 @@
-"""`shoal why`: what happened to a unit or to a node, and by which rule, as the hub tells it.
+"""`shoal why`: what happened to a unit or to a node, and by which rule, as its hub or the run's folder tells it.
 
-With --json also the signed documents behind it: what one needs to appeal.
+One screen, with texts where the run's records are here. --all has every lease, check and row of the ledger; --json also
+the signed documents behind it: what one needs to appeal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
-from itertools import chain
+from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, echo
+from typer import Argument, Option, echo
 
 from shoal.cli import options
 from shoal.errors import HubRefused, HubUnreachable, UserError
 from shoal.runtime.text import count_of, printable, visible, visible_json
 
 if TYPE_CHECKING:
+    from shoal.client import HubClient
+    from shoal.hub.service.stories import Stories
     from shoal.protocol import LeaseStory, LedgerEntry, NodeStory, SubmissionStory, UnitStory
 
 UNKNOWN = 404
 MAX_EVIDENCE, MAX_REWARDS = 8, 16
 MAX_EVENTS = 10  # of each kind
+MAX_TEXT, HEAD_LINES = 4, 6  # lines of a text; of what is said about a node
+MORE = "--all shows every lease, check and ledger row"
 SHOWN = ("step", "credit", "tokens", "reason", "severity", "owner", "verb", "target", "by", "role", "name")
 
 
 def why(
     what: Annotated[str, Argument(metavar="UNIT|NODE", help="A unit's number, or a node's id or name.")],
     where: options.OptionalPlace = None,
+    is_whole: Annotated[bool, Option("--all", help="Show every lease, check and ledger row.")] = False,
     as_json: options.Json = False,
     wait_s: options.Wait = 3,
 ) -> None:
     """Explain what happened to a unit or a node: which check, which numbers, which rule, and what it cost."""
+    from shoal.protocol import UnitStory
     from shoal.run.folder import find_run
     from shoal.run.launch import asking_hub
-    from shoal.run.owner import find_node
-    from shoal.runtime.text import shoal_command
+    from shoal.run.past import past_hub
 
     place = find_run(where)
     try:
         with asking_hub(place, wait_s) as client:
-            unit = client.unit(int(what)) if what.isascii() and what.isdigit() else None
-            node = client.node(find_node(client, what)) if unit is None else None
+            story = _story(client, what)
+    except HubUnreachable:
+        if "://" in place:
+            raise
+        with past_hub(Path(place)) as stories:
+            story = _story(stories, what)
+    if as_json:
+        return echo(visible_json(story.model_dump_json(indent=2)))
+    if isinstance(story, UnitStory):
+        lines = unit_lines(story) if is_whole else chain(brief_unit(story, place), [MORE])
+    else:
+        lines = node_lines(story) if is_whole else chain(brief_node(story), [MORE])
+    return echo("\n".join(map(visible, lines)))
+
+
+def _story(hub: HubClient | Stories, what: str) -> UnitStory | NodeStory:
+    from shoal.run.owner import find_node
+
+    try:
+        return hub.unit(int(what)) if what.isascii() and what.isdigit() else hub.node(find_node(hub, what))
     except HubRefused as error:
         if error.status != UNKNOWN:
             raise
         raise UserError(str(error)) from error
-    except HubUnreachable as error:
-        if "://" in place:
-            raise
-        alone = f"start it alone with {shoal_command()} hub {place}, then ask again"
-        raise HubUnreachable(f"{error}. Only its hub can tell: {alone}") from error
-    if as_json and (story := unit or node):
-        return echo(visible_json(story.model_dump_json(indent=2)))
-    return echo("\n".join(map(visible, [*(unit_lines(unit) if unit else ()), *(node_lines(node) if node else ())])))
+
+
+def brief_unit(story: UnitStory, place: str) -> Iterator[str]:
+    yield f"unit {story.unit} (task {printable(story.task)}): {story.state}: {printable(story.sentence)}"
+    if not story.submissions:
+        return
+    last = story.submissions[-1]
+    earlier = f"; the last of {len(story.submissions)}" if len(story.submissions) > 1 else ""
+    named = f"submission {last.submission[:16]}… of node {last.node[:12]}"
+    yield f"{named}, received {moment(last.received_at_ms)}{earlier}"
+    verdict = last.verdict.document if last.verdict is not None else {}
+    yield from (f"  check {check_line(check)}" for check in verdict.get("checks", ()) if not check.get("passed"))
+    yield from (f"  {line}" for line in reward_lines(verdict))
+    because = ": ".join(printable(part) for part in (last.reason, last.message) if part)
+    yield f"  {last.state}{f' ({because})' if because else ''}; rule: {last.rule}"
+    yield from _texts(story.unit, last.submission, place)
+
+
+def _texts(unit: int, submission: str, place: str) -> Iterator[str]:
+    """The worst and the best rollout of a group, from the records of a run that is here."""
+    from shoal.cli.rollouts import rollout_lines
+    from shoal.records import FOLDER, Records, Wanted
+
+    if "://" in place or not (folder := Path(place) / "hub" / FOLDER).is_dir():
+        return
+    records = Records(folder)
+    group = [each for each in records.find(Wanted("oldest", unit=unit, limit=10**6)) if each.submission == submission]
+    scored = sorted(group, key=lambda each: (each.reward is None, each.reward or 0.0))
+    previous = None
+    for each in records.whole([scored[0], *scored[1:][-1:]] if scored else []):
+        yield from rollout_lines(each, previous, MAX_TEXT)
+        previous = each
+
+
+def brief_node(story: NodeStory) -> Iterator[str]:
+    yield from islice(node_lines(story), HEAD_LINES)
+    for refused in story.refused[:MAX_EVENTS]:
+        because = ": ".join(printable(part) for part in (refused.reason, refused.message) if part)
+        at_ms = refused.decided_at_ms or refused.received_at_ms
+        yield f"{moment(at_ms)} unit {refused.unit} {refused.state}: {because}"
 
 
 def unit_lines(story: UnitStory) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a process tells the hub about itself every few seconds, in a thread of its own.
+"""The heartbeat: a thread that reports every few seconds to the hub what this process does.
 
     role ─ Activity ─► Heartbeat ─► hub ─► HeartbeatReply ─► on_reply()      in this thread
                                      └─ refused (banned, unknown) ─► refusal   the role checks it and ends
@@ -28,7 +28,10 @@ TEXT_LIMIT = 200
 
 
 class Activity:
-    """What a role does or waits for, and its counters. Thread-safe. `idle_s` is the time that is not `busy_s`."""
+    """The present work or wait of a role, and its counters. Thread-safe. `idle_s`: all time but `busy_s`. `paused`: why
+    it does no work at all."""
+
+    paused = ""
 
     def __init__(self, clock: Clock = SystemClock()) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -67,7 +70,6 @@ class Activity:
             self._counters[name] += amount
 
     def generated(self, lease: str, tokens: int) -> None:
-        """The number of tokens of a lease generated so far; it never shrinks."""
         with self._lock:
             self._progress[lease] = max(tokens, self._progress.get(lease, 0))
 
@@ -83,7 +85,7 @@ class Activity:
             busy_s = self._busy_s + now_s - doing_since_s
             times = {"busy_s": round(busy_s, 3), "idle_s": round(now_s - self._began - busy_s, 3)}
             return Heartbeat(
-                doing=doing[:TEXT_LIMIT], waiting_for=waiting_for[:TEXT_LIMIT],
+                doing=(self.paused or doing)[:TEXT_LIMIT], waiting_for=waiting_for[:TEXT_LIMIT],
                 waiting_s=round(max(0.0, now_s - waiting_since_s), 3), counters={**self._counters, **times},
                 progress=dict(self._progress),
             )  # fmt: skip
@@ -100,8 +102,6 @@ class Intervals:
 
 
 class RegularHeartbeat:
-    """A context manager; `refusal` is the hub's refusal, if there was one."""
-
     def __init__(
         self, client: HubClient, every_s: float, activity: Activity, on_reply: Callable[[HeartbeatReply], None]
     ) -> None:

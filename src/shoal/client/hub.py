@@ -1,14 +1,14 @@
 """`HubClient`: one typed method per row of the hub's HTTP table (docs/reference/http.md).
 
-The first call that needs it fetches `GET /run` and verifies the chain from the root key; what the hub signs later is
-verified against the keys found there. Of several hubs of a run the first that answers is asked. Unknown fields in
+The first call that needs it fetches `GET /run` and verifies the chain from the root key; later signatures of the hub
+are verified against the keys found there. If a run has several hubs, the first that answers is asked. Unknown fields in
 answers are ignored. Threads may share a client.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import TypeVar
@@ -20,9 +20,8 @@ from shoal.client.transport import ClientOptions, HubCall, Hubs, SharedState, Tr
 from shoal.client.trust import TrustedRun
 from shoal.errors import CodecError, HubRefused, HubUnreachable, SignatureError
 from shoal.protocol import SignedDocument, SigningKey, document_hash, open_document, pack, submission_digest, unpack
-from shoal.runtime.clock import Clock, SystemClock
+from shoal.runtime import Clock, StopToken, SystemClock
 from shoal.runtime.exchange import HttpClient
-from shoal.runtime.stop import StopToken
 
 M = TypeVar("M", bound=wire.Message)
 D = TypeVar("D", wire.Lease, wire.EvaluationSlice, wire.LedgerHead, wire.Receipt, wire.Calibration)  # what a hub signs
@@ -50,7 +49,6 @@ class HubClient:
     def of_a_person(
         cls, url: str | Sequence[str], wait_s: float, root_fingerprint: str | None, stop: StopToken | None = None
     ) -> HubClient:
-        """For a command that somebody waits for: with a key of its own."""
         options = ClientOptions.of_a_person(wait_s)
         return cls(url, SigningKey.generate(), stop or StopToken(), root_fingerprint, options=options)
 
@@ -72,11 +70,9 @@ class HubClient:
     # The run, for anyone
 
     def trusted_run(self) -> TrustedRun:
-        """The run, verified from the root key down; fetched once, and again when a hub's key has changed."""
         return self._transport.run()
 
     def refreshed_run(self) -> TrustedRun:
-        """The run as its hub describes it now: relays, hubs or keys may have been added."""
         return self._transport.run_again(self.trusted_run())
 
     def run_info(self) -> wire.RunInfo:
@@ -112,7 +108,7 @@ class HubClient:
         return self._get("/evaluations", wire.EvaluationPage, since=since)
 
     def admin(self, request: wire.AdminRequest) -> wire.AdminReply:
-        """An order is signed itself, so that the call is not."""
+        """The order inside is signed, so the call is not."""
         body = request.model_dump_json().encode()
         return self._parsed("/admin", self._transport.send(HubCall("POST", "/admin", body)), wire.AdminReply)
 
@@ -182,8 +178,9 @@ class HubClient:
             raise CodecError("the hub's copies of submissions do not match their digests")
         return bodies
 
-    def verdicts(self, signed: Sequence[SignedDocument]) -> wire.VerdictReply:
-        return self._post("/verdicts", wire.VerdictReport(verdicts=tuple(signed)), wire.VerdictReply)
+    def verdicts(self, signed: Sequence[SignedDocument], traces: Mapping[str, str] | None = None) -> wire.VerdictReply:
+        report = wire.VerdictReport(verdicts=tuple(signed), traces=dict(traces or {}))
+        return self._post("/verdicts", report, wire.VerdictReply)
 
     def publish_calibration(self, signed: SignedDocument) -> None:
         self._transport.send(HubCall("POST", "/calibrations", signed.model_dump_json().encode()))

@@ -11,9 +11,9 @@ A page is an HTML answer of a proxy or of a network's login. Every call is idemp
 
     GET /run ─► open_run_info (pinned root, else that of the first answer) ─► TrustedRun ─► further hubs
 
-A hub has to prove that it belongs to the run before it gets a signed request, and before any request if the root key is
-known. Only a certified hub may tell the time, and only in answer to this request (`HubClock`): else an attacker on the
-way could collect requests that are dated in the future.
+A hub must prove that it belongs to the run before it gets a signed request, and before any request if the root key is
+known. The clock is corrected only by a certified hub's answer to this very request (`HubClock`); otherwise an attacker
+in between could collect requests that are dated in the future.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from shoal.errors import DeadlineExceeded, HubRefused, HubUnreachable, ProtocolE
 from shoal.protocol import HubClock, Problem, Registration, SignedDocument, SigningKey, open_document, sign_request
 from shoal.protocol.node import HEADER_PROTOCOL, PROTOCOL_VERSION
 from shoal.protocol.signing import HEADER_NONCE, HEADER_TIME, Message, first_problem
-from shoal.runtime.clock import Backoff, Clock
+from shoal.runtime import Backoff, Clock, StopToken
 from shoal.runtime.exchange import LEAST_BYTES_PER_S, ClientRequest, ClientResponse, HttpClient, Limit
-from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import Nearness, Reach, TargetRefused, check_url, nearness_of_hub
 
 M = TypeVar("M", bound=Message)
@@ -51,7 +50,7 @@ MAX_RETRY_AFTER_S = 60.0
 CLOCKS_AGREE_MS = 1_000
 HOUR_MS = 3_600_000
 MAX_CORRECTION_MS = 15 * HOUR_MS  # covers a clock that shows local time as UTC
-LEAST_ATTEMPT_S = 2.0  # a busy hub may take that long
+LEAST_ATTEMPT_S = 2.0  # a busy hub may need this long
 REFRESH_S = 10.0  # limits how often unknown signatures cause a request for /run
 
 
@@ -82,8 +81,6 @@ class ClientOptions:
 
 @dataclass(frozen=True)
 class HubCall:
-    """One request. `wait_s`: the duration of its long poll, added to the time-out."""
-
     method: str
     path: str
     body: bytes = b""
@@ -120,7 +117,7 @@ class Hubs:
             return [hub.url for hub in self._known]
 
     def named(self, urls: Iterable[str]) -> None:
-        """Replace the addresses that hubs named before, except the present one; the given ones stay first."""
+        """Replace the addresses that hubs have named, except the present one; those that the user gave stay first."""
         with self._lock:
             known = {hub.url: hub for hub in self._known}
             self._known = [hub for hub in self._known if not hub.named or hub is self.present]
@@ -131,7 +128,6 @@ class Hubs:
                     self._known += [] if hub in self._known else [hub]
 
     def failed(self, hub: HubAddress) -> None:
-        """Ask the next one from now on, unless another thread has moved on already."""
         with self._lock:
             if self.present is hub:
                 self.present = self._known[(self._known.index(hub) + 1) % len(self._known)]
@@ -250,7 +246,7 @@ class Transport:
         self.hubs.named(found.info.hubs)
 
     def _meet(self, hub: HubAddress) -> bytes:
-        """Ask a hub what it runs. A hub of another run is dropped, unless it is the only one."""
+        """Fetch and verify the hub's description of its run. A hub of another run is dropped unless it is the only."""
         content, near = self._exchange(RUN, hub)
         try:
             self.admit(hub.url, content, near)
@@ -267,7 +263,6 @@ class Transport:
         return content
 
     def _exchange(self, call: HubCall, hub: HubAddress) -> tuple[bytes, Nearness]:
-        """The body of the answer, and the nearness of the hub."""
         options = self.options
         allowed_s = options.connect_timeout_s + options.answer_timeout_s + call.wait_s  # up to the answer's first byte
         limit = Limit(allowed_s + len(call.body) / LEAST_BYTES_PER_S, self.stop, self.clock)
@@ -298,7 +293,7 @@ class Transport:
         return request
 
     def _learn_time(self, request: ClientRequest, content: bytes) -> None:
-        """Go by the hub's clock from now on, if it has refused this very request for its date and has signed that."""
+        """Use the hub's clock from now on, if it refused this very request for its date, with a signature."""
         if (problem := _problem(content)) is None or problem.clock is None:
             return
         try:
@@ -325,7 +320,6 @@ class Transport:
 
 
 def parsed(kind: type[M], where: str, content: bytes) -> M:
-    """The message in the answer of `where`; fields that a newer hub adds are ignored."""
     try:
         return kind.model_validate_json(content, extra="ignore")
     except ValidationError as error:
@@ -346,12 +340,11 @@ def _sorted_out(response: ClientResponse) -> bytes:
         text = response.headers.get("retry-after", "")  # its date form, or nonsense, is left to the back-off
         after_s = min(float(text), MAX_RETRY_AFTER_S) if busy and text.isascii() and text.isdigit() else None
         raise _Retry(sentence, after_s, elsewhere=not busy, is_page=is_page)
-    refusal = ShutOut if problem.code in ("node.banned", "node.suspended") else HubRefused
+    refusal = ShutOut if problem.code in ("node.banned", "node.suspended", "certificate.expired") else HubRefused
     raise refusal(status, problem.code, problem.message)
 
 
 def _problem(content: bytes) -> Problem | None:
-    """None if these are not a hub's words."""
     try:
         return Problem.model_validate_json(content, extra="ignore")
     except ValidationError:

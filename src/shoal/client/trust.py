@@ -125,7 +125,6 @@ def open_run_info(signed: SignedDocument, pinned: str | None, revoked: frozenset
 
 
 def pinned_root(urls: Sequence[str], given: str | None) -> str | None:
-    """The required root fingerprint: the given one, else the one remembered for these addresses, else None."""
     if given is not None:
         return given
     known = _load()
@@ -146,7 +145,6 @@ def remember_root(url: str, root_fingerprint: str) -> None:
 
 
 def _address(url: str) -> str:
-    """A normalised address: `HTTP://Hub.Example:80/` as `http://hub.example:80`."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     host = f"[{host}]" if ":" in host else host.rstrip(".")

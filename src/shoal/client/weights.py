@@ -10,9 +10,7 @@ from shoal.client.hub import HubClient
 from shoal.client.trust import TrustedRun
 from shoal.errors import ShoalError
 from shoal.protocol import PolicyRef
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.limits import MachineLimits
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Clock, MachineLimits, StopToken, SystemClock
 from shoal.shardcast import Downloader, DownloadSettings, Payload
 from shoal.shardcast.connection import PoolSettings
 
@@ -25,7 +23,6 @@ LOOK_PATIENCE_S = 5.0
 def downloader_of(
     trusted: TrustedRun, folder: Path, stop: StopToken, kept_payloads: int, limits: MachineLimits = MachineLimits()
 ) -> Downloader:
-    """A downloader of the run's policies into `folder`; the origin is asked only if no relay can help."""
     info, pool = trusted.info, PoolSettings.throttled(limits.bandwidth_bytes_s, trusted.reach)
     most = info.model.payload_bytes or None
     settings = DownloadSettings(kept_payloads=kept_payloads, pool=pool, max_payload_bytes=most, limits=limits)

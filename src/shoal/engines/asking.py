@@ -1,7 +1,5 @@
-"""Tasks as prompts of a model, and whether it can take them: the hub, the checks before a run and evaluation ask here.
-
-task, its length target said ─► text by the model's chat template ─► token ids, or `CannotBeAsked`
-"""
+"""Tasks as prompts of a model, and whether the model can take them. The hub, preflight checks and evaluation use
+this."""
 
 from collections.abc import Mapping
 
@@ -11,7 +9,7 @@ from shoal.models import PromptEncoder, read_config
 
 
 class CannotBeAsked(UnusableTask):
-    """A task whose prompt the model cannot take. `reason` names no task: many may be counted under one."""
+    """The model cannot take the prompt of a task. `reason` names no task, so equal reasons can be counted."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -21,13 +19,13 @@ class CannotBeAsked(UnusableTask):
 class Asking:
     def __init__(self, files: Mapping[str, bytes], environment: Environment, max_new_tokens: int) -> None:
         config = read_config(files)
-        positions = config.get("max_position_embeddings", config.get("n_positions"))  # as GPT-2's kin calls them
+        positions = config.get("max_position_embeddings", config.get("n_positions"))  # the name in GPT-2
         self.encoder = PromptEncoder(files, **prompt_settings_of(environment).model_dump())
         self._budget, self._name = budget_of(environment), environment.name
         self._room = positions - max_new_tokens if isinstance(positions, int) and positions > 0 else None
 
     def ids(self, task: Task) -> tuple[int, ...]:
-        """The prompt's tokens, as the hub sends them; the task says its length target already."""
+        """The prompt's tokens, as the hub sends them. The task's text contains its length target already."""
         unknown, detail, ids = self.encoder.tokenizer.unknown_token_id, "", tuple[int, ...]()
         try:
             ids = self.encoder.encode(task.prompt, task.history)
@@ -45,7 +43,7 @@ class Asking:
         raise CannotBeAsked(f"{sentence}: {detail}" if detail else sentence, f"the prompt {reason}")
 
     def check(self, task: Task) -> None:
-        """Whether a task can be asked, with the length target whose number is longest."""
+        """Raise `CannotBeAsked` if the prompt does not fit, with the length target whose number is longest."""
         if self._budget is not None and self._budget.targets:
             task = self._budget.ask(task, max(self._budget.targets, key=lambda target: len(str(target))))
         self.ids(task)

@@ -1,11 +1,11 @@
 """Rows come and go while the others are decoded (continuous batching), by `decoder`.
 
     waiting rows ──free slots and pages──► admitted: the keys and values of a prompt are computed once for its group
-    a window of steps ──► tokens to their rows, finished chunks to points; who has ended makes room for the next
+    a window of steps ──► tokens to their rows, finished chunks to points; ended rows make room for waiting ones
     while the next window runs: proofs, callbacks, completions
 
-A row takes the pages of its longest completion when it is admitted, so that none runs out of them later. When nobody
-waits and few are left, they are moved into the first slots, and a smaller step does for them.
+A row reserves the pages of its longest completion when it is admitted, so that it never runs out of pages. When no row
+waits and few are left, they are moved into the first slots, so that a smaller step suffices.
 """
 
 import logging
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.engines.decoder import WINDOW, PagedDecoder, PagePool, size_for
+from shoal.engines.decoder import WINDOW, PagedDecoder, PagePool, padded_ends, size_for
 from shoal.engines.guesses import Guessed, SeenTokens
 from shoal.engines.memory import MEMORY_ERRORS, is_out_of_memory
 from shoal.engines.protocol import GenerationRequest, checks_of
@@ -30,7 +30,7 @@ from shoal.toploc import PointBatch, commit, top_points
 
 log = logging.getLogger(__name__)
 
-ENDED_SHARE = 16  # of the rows: when so many have ended, those that wait get their places
+ENDED_SHARE = 16  # a window ends early when this part of the rows has ended and others wait
 PROBE_TOKENS = 12
 PROBE_PROMPT = 40  # more than a page
 PROBE_BOUND = {torch.float32: 0.02}  # of the mean size of a value; states are kept in bfloat16
@@ -39,21 +39,21 @@ USUAL_BOUND = 0.2
 
 @dataclass(eq=False)
 class Prefix:
-    """What rows begin with. Its whole pages are shared by all rows that begin so; what does not fill a page is in
-    `rest`, the first row's own page, and is copied to the others'. Both are kept as long as such rows wait."""
+    """The tokens that several rows begin with. The rows share its whole pages. The tokens that do not fill a page are
+    in `rest`, the first row's own page, and are copied for the other rows. Both are kept while such rows wait."""
 
     tokens: tuple[int, ...]
     pages: list[int] = field(default_factory=list)
     rest: int = 0
-    is_kept: bool = False  # the page `rest`, when its row has ended
-    slots: list[int] = field(default_factory=list)  # of those that are admitted with it now
+    is_kept: bool = False  # whether the page `rest` is kept after its row has ended
+    slots: list[int] = field(default_factory=list)  # of rows that are being admitted
     users: int = 0
     waiting: int = 0
 
 
 @dataclass(eq=False)
 class HeldRow:
-    """A row in a slot, its own pages, and points of finished chunks that are not proofs yet."""
+    """A row in a slot, its own pages, and the points of finished chunks that are not proofs yet."""
 
     row: DrawnRow
     prefix: Prefix
@@ -63,8 +63,8 @@ class HeldRow:
 
 
 class RowBatch:
-    """The rows of one call. `groups` are all rows of every request, for those who are told how far it is. Of prompts at
-    most so many tokens are computed at once."""
+    """The rows of one call. `groups` are all rows of every request, for reports of progress. At most `most_tokens`
+    tokens of prompts are computed at once."""
 
     def __init__(
         self, decoder: PagedDecoder, requests: Sequence[GenerationRequest], groups: Sequence[Sequence[DrawnRow]],
@@ -84,15 +84,14 @@ class RowBatch:
         self._seen_tokens: dict[int, SeenTokens] = {}
         self._held: dict[int, HeldRow] = {}
         self._free: list[int] = []
-        self._seen: list[HeldRow] = []  # what the last window drew of, until it is told
+        self._seen: list[HeldRow] = []  # rows of the last window, until they are reported
 
     @staticmethod
     def _prefix_key(row: DrawnRow) -> tuple[int, ...]:
         return row.group, *row.tokens
 
     def draw(self, memory_bytes: int, most_rows: int) -> list[DrawnRow]:
-        """Draw all rows within `memory_bytes`. Returns those for which it did not suffice, each with its whole
-        chunks."""
+        """Draw all rows within `memory_bytes`. Returns the rows that did not fit, each with its whole chunks."""
         rows = min(len(self._waiting), most_rows)
         longest = max(len(each.prompt_ids) + each.sampling.max_new_tokens - 1 for each in self._requests)
         needed = self._decoder.pages_for(longest)
@@ -125,7 +124,7 @@ class RowBatch:
         return [*self._waiting, *held]
 
     def _guesses(self) -> dict[int, Guessed] | None:
-        """Rows by their slots, where it is worth guessing what they say next."""
+        """Rows with guesses by slot; None if there are too many rows for guessing to be worthwhile."""
         if len(self._held) > self._decoder.guessing_rows:
             return None
         for group in {held.row.group for held in self._held.values()} - self._seen_tokens.keys():
@@ -138,7 +137,7 @@ class RowBatch:
         return {slot: held.guessed for slot, held in self._held.items() if held.guessed is not None}
 
     def _admit(self, pool: PagePool) -> None:
-        """Take waiting rows into free slots while there are pages for them."""
+        """Move waiting rows into free slots while there are pages for them."""
         empty = deque(slot for slot in range(len(pool.slots)) if slot not in self._held)
         found = list[Prefix]()
         while self._waiting and empty:
@@ -150,7 +149,7 @@ class RowBatch:
             if len(self._free) < own + whole * is_new:
                 if self._held or not prefix.is_kept:
                     break
-                self._free += [*prefix.pages, prefix.rest]  # or nobody would ever get a place
+                self._free += [*prefix.pages, prefix.rest]  # otherwise no row could ever be admitted
                 prefix.pages, prefix.rest, prefix.is_kept = [], 0, False
                 continue
             self._waiting.popleft()
@@ -165,7 +164,7 @@ class RowBatch:
             self._held[slot] = HeldRow(row, prefix, pages)
         if found:
             self._prefill(pool, [prefix for prefix in found if self._held[prefix.slots[0]].pages[0] == prefix.rest])
-            # what does not fill a page, to the first own page of every row that has just been admitted
+            # copy the tokens that do not fill a page into the first own page of every row that was just admitted
             counts = [(len(prefix.tokens) - 1) % pool.cache.page for prefix in found]
             copies = [
                 (prefix.rest, page)
@@ -184,7 +183,7 @@ class RowBatch:
                 self._free.append(prefix.rest)
 
     def _prefill(self, pool: PagePool, new: Sequence[Prefix]) -> None:
-        """The keys and values of every prefix but for its last token, which the first step feeds."""
+        """Compute the keys and values of every prefix except its last token, which the first step feeds."""
         device, model = self._decoder.device, self._decoder.model
         waiting = sorted((prefix for prefix in new if len(prefix.tokens) > 1), key=lambda prefix: len(prefix.tokens))
         while waiting:
@@ -210,7 +209,7 @@ class RowBatch:
             "context": [len(each.prefix.tokens) - 1 for each in held],
             "drawn": [len(row.tokens) for row, *_ in asked],
             "limit": [sampling.max_new_tokens for *_, sampling in asked],
-            "eos": [sampling.eos_token_id for *_, sampling in asked],
+            "ends_SE": [padded_ends(sampling.eos_token_ids) for *_, sampling in asked],
             "key_low": [row.seed & 0xFFFFFFFF for row, *_ in asked],
             "key_high": [row.seed >> 32 for row, *_ in asked],
             "begun": [request.begun for _, request, _ in asked],
@@ -232,16 +231,15 @@ class RowBatch:
         tokens, logprobs = pool.tokens_SW.cpu().numpy(), pool.logprobs_SW.cpu().numpy()
         seen, gone, cuts = list(self._held.values()), list[int](), list[tuple[HeldRow, int, int, int]]()
         for slot, held in list(self._held.items()):
-            row, before, now = held.row, len(held.row.tokens), drawn[slot]
-            row.line.tokens += tokens[slot, : now - before].tolist()
+            row, before = held.row, len(held.row.tokens)
+            row.ended = row.line.extend(tokens[slot, : drawn[slot] - before].tolist(), not alive[slot])
+            now = len(row.tokens)
             row.logprobs += logprobs[slot, : now - before].tolist()
             if proof is not None:
                 cuts += [(held, slot, n % 2, proof.rows) for n in range(before // proof.rows, now // proof.rows)]
-                if not alive[slot] and now % proof.rows:
+                if row.ended and now % proof.rows:
                     cuts.append((held, slot, now // proof.rows % 2, now % proof.rows))
-            if not alive[slot]:
-                row.ended = True
-                row.line.finish = "eos" if row.tokens[-1] == row.request.sampling.eos_token_id else "length"
+            if row.ended:
                 gone.append(slot)
                 del self._held[slot]
                 # free the pages of a row that has ended, but for what is needed by rows that wait or continue
@@ -267,7 +265,7 @@ class RowBatch:
         return seen
 
     def _compact(self, pool: PagePool) -> None:
-        """Move rows into the first slots, where a smaller step would then do for all of them."""
+        """Move rows into the first slots if a smaller step then suffices for all of them."""
         if self._waiting or not self._held:
             return
         wanted = size_for(len(self._held))
@@ -282,7 +280,7 @@ class RowBatch:
             self._held[new] = self._held.pop(old)
 
     def _report(self) -> None:
-        """Make proofs and completions of what the last window drew, and report both to the requests."""
+        """Make the proofs of what the last window drew, and report progress to the requests."""
         seen, self._seen = self._seen, []
         pairs = [(held, points) for held in seen for points in held.points]
         if pairs:
@@ -295,11 +293,11 @@ class RowBatch:
 
 
 def paged_decoder(model: Any, memory_bytes: int, kind: type[PagedDecoder] = PagedDecoder) -> PagedDecoder | None:
-    """A decoder for a model whose states are the same token by token as for a whole sequence: tried. Else None."""
+    """A decoder, if a trial shows that the model's states token by token are those of the whole sequence; else None."""
     try:
         decoder = kind(model)
         prompt = tuple(7 * n % decoder.vocabulary for n in range(1, PROBE_PROMPT))
-        sampling = SamplingParameters.model_construct(temperature=1.0, max_new_tokens=PROBE_TOKENS, eos_token_id=-1)
+        sampling = SamplingParameters.model_construct(temperature=1.0, max_new_tokens=PROBE_TOKENS, eos_token_ids=())
         request = GenerationRequest(prompt, (0, 1), sampling)
         rows = [DrawnRow(request, seed, decoder.vocabulary, greedy=True) for seed in request.seeds]
         proof = ProofParameters(topk=8, rows=2 * WINDOW)

@@ -1,8 +1,8 @@
 """The rows of a batch that is being decoded: which are still in it, and how each gets its next hidden state.
 
-What recurrent layers keep (a state, the last inputs of a convolution) does not always bear to be repeated, dropped or
-padded, so such a model is tried first, and refused if it does not agree with itself (`check_cache`). Some such layers
-forget their state where several tokens come at once (`follows_with_cache`).
+The state of recurrent layers (also the last inputs of a convolution) cannot always be repeated, dropped or padded, so
+such a model is tried first, and refused if its results with a cache differ (`check_cache`). Some recurrent layers
+forget their state if they get several tokens at once (`follows_with_cache`).
 
 B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: hidden size.
 """
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _known: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
 ROOM_TOKENS = 16
-AT_ONCE = 5  # more than the convolutions of recurrent layers look back
+AT_ONCE = 5  # tokens: more than the convolutions of recurrent layers look back
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Rows:
     def after(
         cls, model: Any, prompts: Sequence[tuple[int, ...]], source_R: Tensor, max_tokens: int | None = None
     ) -> Rows:
-        """Each prompt computed once, padded on the left; row r begins after prompt `source_R[r]`. Prompts of more than
-        `max_tokens` together are computed in pieces; layers with a state take no padded pieces."""
+        """Compute each prompt once, padded on the left; row r begins after prompt `source_R[r]`. Prompts of more than
+        `max_tokens` together are computed in pieces; recurrent layers take no padded pieces."""
         longest, device = max(map(len, prompts)), model.device
         ids_BL = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask_BL = torch.zeros(len(prompts), longest, dtype=torch.bool)
@@ -95,8 +95,8 @@ class Rows:
 
 
 def bytes_kept(model: Any) -> tuple[int, int, int]:
-    """Measured: what a model's cache takes for each token of a row, what for the row itself, and by how much the tensor
-    that grows fastest grows with each token (some models expand the cache at every step)."""
+    """Measured: the cache's bytes per token of a row, its bytes per row, and the growth per token of the tensor that
+    grows fastest (some models expand the cache at every step)."""
     state = Rows.after(model, [(0,)], torch.tensor([0]))
     kept, made = [], []
     for _ in range(2):
@@ -109,8 +109,6 @@ def bytes_kept(model: Any) -> tuple[int, int, int]:
 
 
 class _Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """The sizes of the memory behind what each operation returns."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[int] = []
@@ -123,7 +121,7 @@ class _Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
 
 
 def check_cache(model: Any) -> None:
-    """Raise `ModelError` unless a model computes rows with a cache, token by token, as it computes each one alone."""
+    """Raise `ModelError` unless decoding rows token by token with a cache gives what each sequence gives alone."""
     if not _tried(model, at_once=1):
         raise ModelError(
             f"{type(model).__name__} cannot be decoded in batches: what its recurrent layers keep does not agree with "
@@ -132,14 +130,13 @@ def check_cache(model: Any) -> None:
 
 
 def follows_with_cache(model: Any) -> bool:
-    """The same for several tokens at once after what is in the cache. Rounding to 16 bits is as large as what a short
-    probe sees of a forgotten state, so there nobody is trusted with it."""
+    """The same for several tokens at once. In 16 bits, rounding is as large as the effect of a forgotten state on a
+    short probe, so recurrent models are not trusted with it there."""
     return not _is_recurrent(model) or (model.dtype in PROBE_TOLERANCE and _tried(model, at_once=AT_ONCE))
 
 
 def _tried(model: Any, at_once: int) -> bool:
-    """Attention does both. Models with other layers are tried once, in inference mode, with the weights that they
-    have."""
+    """Models with attention alone pass. Others are tried once, in inference mode, with the weights that they have."""
     known = _known.setdefault(model, {})
     if at_once not in known:
         try:
@@ -159,7 +156,7 @@ def _is_recurrent(model: Any) -> bool:
 
 
 def _agrees(model: Any, at_once: int) -> bool:
-    """Two prompts of unlike length, one of them continued twice, one row dropped, against the sequences alone."""
+    """Two prompts of different lengths, one continued twice, one row dropped, compared with the sequences alone."""
     size = model.config.get_text_config().vocab_size
     prompts = [tuple(number % size for number in range(3, 9)), tuple(number % size for number in range(20, 23))]
     rows = Rows.after(model, prompts, torch.tensor([0, 1, 1]))
@@ -169,7 +166,7 @@ def _agrees(model: Any, at_once: int) -> bool:
     followed = [rows.follow(model, tokens) for tokens in said[[0, 2], 1:].split(at_once, dim=1)]
     for states_TH, prompt, row in zip(torch.cat(followed, dim=1), prompts, (0, 2), strict=True):
         alone = torch.tensor([[*prompt, *said[row].tolist()]], device=model.device)
-        alone_TH = hidden_states(model, alone)[0, -AT_ONCE:]  # all of them: what was forgotten shows in the first
+        alone_TH = hidden_states(model, alone)[0, -AT_ONCE:]  # all of them: a forgotten state shows in the first
         bound = PROBE_TOLERANCE.get(alone_TH.dtype, 0.1) * float(alone_TH.abs().max())
         if not float((states_TH - alone_TH).abs().max()) <= bound:
             return False
@@ -177,8 +174,8 @@ def _agrees(model: Any, at_once: int) -> bool:
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # the library is untyped
-    """Keys and values [rows, heads, tokens, size], views of the filled part of two buffers that have room for more: the
-    library's own layer copies all that was decoded so far at every token."""
+    """Keys and values [rows, heads, tokens, size]: views of the filled part of two buffers with spare room. The
+    library's own layer copies everything at every token."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -205,7 +202,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # the library is untype
         self._move(self.keys[beam_idx], self.values[beam_idx], capacity)
 
     def _move(self, keys: Tensor, values: Tensor, capacity: int) -> None:
-        """New buffers of that capacity, holding these keys and values."""
         used = keys.shape[-2]
         buffers = []
         for filled in (keys, values):

@@ -3,7 +3,7 @@
 Everything that a step reads and writes lies in a `PagePool` and keeps its place, so that the step of some numbers of
 rows (`SIZES`) is captured once and replayed. Which row is in which slot is the business of `batching`.
 
-S: slots, R: rows of a step, W: pages of a row, C: tokens of a chunk, H: hidden size.
+S: slots, R: rows of a step, E: end tokens, W: pages of a row, C: tokens of a chunk, H: hidden size.
 """
 # ruff: noqa: N815 - dimension suffixes on fields
 
@@ -22,14 +22,15 @@ from shoal.engines.guesses import Guessed
 from shoal.engines.memory import release_memory
 from shoal.engines.page_cache import PAGE, PagedCache, decoding, fuse, shapes_of
 from shoal.models.logprobs import Head
+from shoal.protocol.lease import MAX_END_TOKENS
 from shoal.sampling.sampler import sample, uniforms_of
 
 SIZES = (4, 16, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-WINDOW = 16  # steps between two looks of the host; at most the rows of a chunk
+WINDOW = 16  # steps until the host reads the results; at most the rows of a chunk
 WARM_UPS = 2
 LOGIT_ELEMENTS = 2**28  # of one tile of logits
-POOL_SHARE = 0.7  # of the memory that may be taken: the rest is for logits, prompts and the steps themselves
-LONGS = ("token", "context", "drawn", "limit", "eos", "key_low", "key_high", "begun")
+POOL_SHARE = 0.7  # of the usable memory: the rest is for logits, prompts and the steps themselves
+LONGS = ("token", "context", "drawn", "limit", "key_low", "key_high", "begun")
 
 
 @dataclass
@@ -40,10 +41,10 @@ class Slots:
     context: Tensor  # how many are in the cache
     drawn: Tensor  # how many there are of the completion
     limit: Tensor
-    eos: Tensor
     key_low: Tensor  # of the seed
     key_high: Tensor
     begun: Tensor
+    ends_SE: Tensor  # the tokens that end it, and -1
     alive: Tensor
     temperature: Tensor
     table_SW: Tensor
@@ -53,6 +54,7 @@ class Slots:
     def empty(cls, slots: int, pages: int, chunk: int, hidden: int, device: torch.device) -> Slots:
         return cls(
             **{name: torch.zeros(slots, dtype=torch.long, device=device) for name in LONGS},
+            ends_SE=torch.full((slots, MAX_END_TOKENS), -1, dtype=torch.long, device=device),
             alive=torch.zeros(slots, dtype=torch.bool, device=device),
             temperature=torch.ones(slots, dtype=torch.float64, device=device),
             table_SW=torch.zeros(slots, pages, dtype=torch.int32, device=device),
@@ -68,7 +70,7 @@ class Slots:
             column[targets] = column[sources]
 
     def clear(self, places: Tensor | slice) -> None:
-        """Make slots idle: what they write goes to page 0."""
+        """Idle slots write to page 0."""
         self.alive[places], self.table_SW[places], self.context[places] = False, 0, 0
 
 
@@ -87,7 +89,7 @@ class PagedDecoder:
 
     page, prefill_tokens = PAGE, 16_384  # of prompts computed at once
     kept_bytes = sys.maxsize  # a larger pool is given back after every call
-    guessing_rows = 0  # so few that it is worth guessing their tokens: the steps of a GPU have fixed shapes
+    guessing_rows = 0  # most rows with guesses; none on a GPU, where steps have fixed shapes
 
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, model.device
@@ -114,13 +116,13 @@ class PagedDecoder:
         return -(-tokens // self.page)
 
     def release(self) -> None:
-        """Give all memory back; the next call takes it again."""
+        """Give all memory back; the next call allocates it again."""
         self._graphs, self._memory, self._pool = {}, None, None
         release_memory()
 
     def pool(self, rows: int, pages_each: int, chunk: int, memory_bytes: int) -> PagePool | None:
-        """A pool for so many rows of so many pages, or for as many as fit (None: not one); the one that is there, if it
-        does."""
+        """A pool for `rows` rows of `pages_each` pages, or for as many as fit (None: not even one). The existing pool
+        is reused if it is large enough."""
         size, slot_bytes = size_for(min(rows, SIZES[-1])), 4 * chunk * self.hidden + 8 * self.vocabulary
         # A slot's kept states, and logits with what sampling makes of them.
         while size > SIZES[0] and size * slot_bytes > (1 - POOL_SHARE) * memory_bytes:
@@ -149,8 +151,8 @@ class PagedDecoder:
         self, size: int, steps: int, greedy: bool, proves: bool, checks: Sequence[Callable[[], None]] = (),
         _ended: int = 0, _guesses: Mapping[int, Guessed] | None = None,
     ) -> None:  # fmt: skip
-        """Queue so many steps of the first `size` slots, and wait for nothing; ended rows are not counted. `checks` are
-        made after each step on a processor, on a GPU when all are queued."""
+        """Queue `steps` steps of the first `size` slots without waiting for them; ended rows are not counted. `checks`
+        are called after each step on a processor, on a GPU when all steps are queued."""
         assert self._pool is not None
         self._pool.step_1.zero_()
         if self.device.type != "cuda":
@@ -166,7 +168,7 @@ class PagedDecoder:
             check()
 
     def _captured(self, pool: PagePool, size: int, greedy: bool, proves: bool) -> torch.cuda.CUDAGraph:
-        """A step is tried first with every row asleep: it changes nothing but what the next one overwrites."""
+        """Capture a step. It runs first with all rows inactive: then it changes only what the next step overwrites."""
         key = (size, greedy, proves)
         if key not in self._graphs:
             alive = pool.slots.alive.clone()
@@ -187,7 +189,7 @@ class PagedDecoder:
         return self._graphs[key]
 
     def _step(self, pool: PagePool, size: int, greedy: bool, proves: bool) -> None:
-        """Rows that are not alive change nothing that lasts."""
+        """Inactive rows change nothing that lasts."""
         slots, cache, here = pool.slots, pool.cache, slice(0, size)
         position_R, alive_R, drawn_R = slots.context[here], slots.alive[here], slots.drawn[here]
         page_R = slots.table_SW[here].gather(1, (position_R // cache.page)[:, None])[:, 0].long()
@@ -209,10 +211,10 @@ class PagedDecoder:
         slots.token[here] = torch.where(alive_R, token_R, slots.token[here])
         position_R += alive_R
         drawn_R += alive_R
-        alive_R &= (token_R != slots.eos[here]) & (drawn_R < slots.limit[here])
+        alive_R &= (token_R[:, None] != slots.ends_SE[here]).all(dim=1) & (drawn_R < slots.limit[here])
 
     def _draw(self, slots: Slots, here: slice, hidden_RH: Tensor, greedy: bool) -> Iterator[Tensor]:
-        """The next token of every row, and its log-probability; logits in tiles."""
+        """The next token of every row and its log-probability, with logits in tiles."""
         tiles = [self.head.logits(part) for part in torch.split(hidden_RH, self._tile)] if greedy else []
         drawn = [(logits.argmax(dim=1), logits.new_zeros(len(logits))) for logits in tiles]
         if not greedy:
@@ -226,8 +228,13 @@ class PagedDecoder:
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """One for all: cuBLAS keeps 64 MiB for every stream that it has seen."""
+    """One for all captures: cuBLAS keeps 64 MiB for every stream."""
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def padded_ends(ids: Sequence[int]) -> list[int]:
+    """One line of `Slots.ends_SE`."""
+    return [*ids, *[-1] * (MAX_END_TOKENS - len(ids))]
 
 
 def size_for(rows: int) -> int:

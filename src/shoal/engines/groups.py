@@ -9,6 +9,7 @@ from shoal.engines.dialogue import dialogue_for
 from shoal.engines.protocol import Completion, GenerationRequest, OnChunks
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import ProtocolError, ResourceError
+from shoal.models.ending import decoding
 from shoal.protocol import SUBMISSION_FORMAT, Lease, Rollout, Submission, pack_logprobs, pack_spans, pack_tokens
 
 
@@ -20,8 +21,9 @@ def generate(
     loaded: LoadedPolicy, leases: Sequence[Lease], on_tokens: Callable[[str, int], None] | None = None,
     on_chunks: Callable[[Lease], OnChunks | None] | None = None, check: Callable[[], None] | None = None,
 ) -> list[list[Completion]]:  # fmt: skip
-    """The groups of leases of one policy, with proofs as the leases want them. `on_tokens` hears now and then how many
-    tokens a lease has; `on_chunks` says who hears of its finished chunks. An engine's failure becomes a sentence."""
+    """The groups of leases of one policy, with the leases' proofs. `on_tokens` gets the number of tokens of a lease now
+    and then; `on_chunks` returns the receiver of a lease's finished chunks. Failures of the engine become one-line
+    errors."""
     groups: dict[str, list[Completion]] = {}
     try:
         for proof in dict.fromkeys(lease.proof for lease in leases):
@@ -33,7 +35,8 @@ def generate(
                 on_own = on_chunks(lease) if on_chunks is not None else None
                 talk = dialogue_for(lease, loaded.files)
                 respond = None if talk is None else talk.respond
-                requests.append(GenerationRequest(*terms, heard, on_own, respond, check=check))
+                decode = decoding(lease.sampling, loaded.files)
+                requests.append(GenerationRequest(*terms, heard, on_own, respond, check=check, decode=decode))
             drawn = loaded.engine.generate(requests, proof)
             groups.update(zip((lease.lease for lease in alike), drawn, strict=True))
         return [groups[lease.lease] for lease in leases]

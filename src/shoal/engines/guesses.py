@@ -1,6 +1,6 @@
-"""Guesses at what a row says next, without a second model: what followed the same tokens before, in the prompt, in the
-row itself or in its group's other rollouts. A guess costs a little of a forward pass; it cannot change a token, since
-it is kept only where the seed draws that very token."""
+"""Guesses of a row's next tokens, without a second model: what followed the same tokens before, in the prompt, in the
+row itself or in its group's other rollouts. A guess costs a little of a forward pass and cannot change a token: it is
+kept only if the seed draws that very token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class SeenTokens:
 
 @dataclass(eq=False)
 class Guessed:
-    """A row that is guessed at: twice as far after a good guess, not at all for a while after a bad one."""
+    """A row with guesses: twice as many tokens ahead after a good guess, none for a while after a bad one."""
 
     text: list[int]
     seen: SeenTokens
@@ -51,7 +51,7 @@ class Guessed:
         return self.seen.guess(self.text, min(self.ahead, most)) if self.rest < 0 else []
 
     def take(self, tokens: Sequence[int], guessed: int) -> None:
-        """The tokens that were drawn, one more than were guessed right."""
+        """Add the tokens that were drawn: the right guesses and one more."""
         self.text += tokens
         self.seen.learn(self.text, len(tokens))
         right = len(tokens) - 1

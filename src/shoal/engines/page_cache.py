@@ -3,11 +3,12 @@
     page     keys and values of PAGE tokens in every layer; rows of one group share the whole pages of their prompt
     table    [rows, pages of a row]: which pages hold a row's tokens, in order
 
-`PagedCache` stands in the place of transformers' cache: every layer stores its keys and values where `at` says. While
-`decoding` is on, the layers' attention is `attend` over the pages; a prompt's own attention is left to transformers.
-Norms and rotary positions of one token per row are one kernel each (`fuse`), where transformers has eight and ten: most
-of a step's time goes into starting small kernels. What a trial with numbers shows to be the same is replaced, while
-this thread is decoding only.
+`PagedCache` replaces transformers' cache: every layer stores its keys and values where `at` says. Inside `decoding` the
+layers' attention is `attend` over the pages; a prompt's own attention is left to transformers.
+
+Norms and rotary positions of one token per row are one kernel each (`fuse`) instead of eight and ten: starting small
+kernels takes most of a step's time. A part of a model is replaced only if a trial gives the same numbers, and only
+while this thread is decoding.
 
 R: rows, B: prompts, L: padded length, Q: query heads, K: key heads, D: size of a head, W: pages of a table.
 """
@@ -24,20 +25,20 @@ from transformers import AttentionInterface, DynamicCache
 
 PAGE = 32  # tokens
 NAME = "shoal_pages"
-LEAST_HEAD = 16  # of Triton's matrix product
-PROGRAMS = 1024  # at least so many, if there are enough tokens: a GPU has more than a hundred processors
+LEAST_HEAD = 16  # smallest size of Triton's matrix product
+PROGRAMS = 1024  # at least, if there are enough tokens: a GPU has more than a hundred processors
 MOST_SPLITS = 16
 KNOWN = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache", "cache_position"}
 LONGEST_LINE = 16_384
-SAME = 2e-2  # of each value, in bfloat16
-SMALL = 1e-3  # of the mean size: what is smaller may differ by this
+SAME = 2e-2  # relative tolerance, in bfloat16
+SMALL = 1e-3  # absolute tolerance, in units of the mean size
 ROTARY = "apply_rotary_pos_emb"
 
 _active = local()
 
 
 class PagedCache(DynamicCache):  # type: ignore[misc]  # the library is untyped
-    """Keys and values of all layers, each [pages, K, page, D]. Page 0 belongs to nobody: idle rows write there."""
+    """Keys and values of all layers, each [pages, K, page, D]. Page 0 belongs to no row: idle rows write there."""
 
     def __init__(self, shapes: list[tuple[int, int]], pages: int, page: int, make: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]  # the library is untyped
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_arguments: Any, **_options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store what a layer computed; `at` are the page and the offset of each token, and which of them count."""
+        """Store a layer's keys and values; `at` are the page and the offset of each token, and which tokens count."""
         page, offset, *which = self.at
         if key_states.device.type == "cuda" and not which:
             _store_cuda(key_states, value_states, self.stored[layer_idx], page, offset)
@@ -61,7 +62,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]  # the library is untyped
 
 
 class ShapeCache(DynamicCache):  # type: ignore[misc]
-    """Notes the heads of every layer, and their size."""
+    """Records the number of heads of every layer, and their size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class ShapeCache(DynamicCache):  # type: ignore[misc]
 
 
 def shapes_of(model: Any) -> list[tuple[int, int]]:
-    """Key heads and their size, of every layer of a model, as its own forward pass shows them."""
+    """Key heads and their size, of every layer, as the model's own forward pass shows them."""
     cache = ShapeCache()
     model.base_model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
     if sorted(cache.shapes) != list(range(len(cache.shapes))) or not cache.shapes:
@@ -87,7 +88,7 @@ def shapes_of(model: Any) -> list[tuple[int, int]]:
 
 @contextmanager
 def decoding(model: Any, cache: PagedCache) -> Iterator[None]:
-    """Every attention of the model reads the pages of `cache`, in this thread."""
+    """Inside, every attention of the model reads the pages of `cache`, in this thread."""
     before, _active.cache = model.config._attn_implementation, cache
     model.set_attn_implementation(NAME)
     try:
@@ -105,7 +106,7 @@ def _attention(
     module: Any, query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, scaling: float | None = None,
     sliding_window: int | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What transformers calls in the place of its own attention: query [R, Q, 1, D] → [R, 1, Q, D]."""
+    """Called by transformers instead of its own attention: query [R, Q, 1, D] → [R, 1, Q, D]."""
     unknown = [
         name for name, value in options.items() if name not in KNOWN and value is not None and value is not False
     ]
@@ -174,7 +175,7 @@ def _attend_cuda(
 
 
 def fuse(model: Any) -> None:
-    """Replace what can be replaced. Does nothing to a model without such parts, nor a second time."""
+    """Replace what can be replaced, once. A model without such parts does not change."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and "forward" not in vars(module):
             _fuse_norm(module)

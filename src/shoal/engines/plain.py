@@ -1,7 +1,7 @@
-"""Rows that are decoded together by the plain path: their next tokens, and the proofs of what they have said.
+"""Rows that are decoded together by the plain path: their next tokens, and the proofs of their chunks.
 
-The hidden states that tokens are drawn from are kept for `rows` steps at a time, in bf16, where they were computed, and
-folded into proofs before the next block begins: memory stays bounded, and only points leave the device.
+The hidden states that tokens are drawn from are kept for `rows` steps at a time, in bf16, on the device, and become
+proofs before the next block begins: memory stays bounded, and only points leave the device.
 
 R: rows of the batch (one per seed), S: steps of a block, T: tokens, H: hidden size, V: vocabulary.
 """
@@ -27,8 +27,8 @@ REPORT_EVERY = 4  # steps of decoding between two reports of progress
 
 
 class PlainBatch:
-    """Rows of equal sampling that begin with equally many tokens; of `groups`, all rows of every request, some may have
-    ended, or wait. Ended rows may linger in the batch (dropping them costs a copy of the cache); they say nothing."""
+    """Rows of equal sampling that begin with equally many tokens. Other rows of their `groups` may have ended, or wait.
+    Ended rows may stay in the batch for a while (dropping them copies the cache) and draw nothing."""
 
     def __init__(
         self, rows: Sequence[DrawnRow], groups: Sequence[Sequence[DrawnRow]], proof: ProofParameters | None
@@ -45,7 +45,7 @@ class PlainBatch:
         self._uniforms_RT, self._uniforms_from = torch.empty(0), 0
 
     def step(self, head: Head, state: Rows, tile_elements: int) -> Tensor | None:
-        """Draw a token for each row. The tokens of the rows that stay in the batch; None when all have ended."""
+        """Draw a token for each row. Returns the tokens of the rows that stay in the batch; None if all have ended."""
         for row, token, logprob in zip(self._here, *self._drawn(head, state, tile_elements), strict=True):
             if not row.ended:
                 row.choose(token, logprob)
@@ -83,7 +83,7 @@ class PlainBatch:
         return tokens, logprobs
 
     def _uniforms(self, device: torch.device) -> Tensor:
-        """Those of this step, computed a block at a time: a long limit would need gigabytes at once."""
+        """The uniforms of this step, computed a block at a time: a long limit would need gigabytes at once."""
         if not self._uniforms_from <= self._step < self._uniforms_from + self._uniforms_RT.shape[-1]:
             block = min(UNIFORM_BLOCK, self._sampling.max_new_tokens)
             positions_1T = np.arange(self._step, self._step + block, dtype=np.uint64)[None, :]
@@ -92,8 +92,8 @@ class PlainBatch:
         return self._uniforms_RT[:, self._step - self._uniforms_from]
 
     def _keep(self, state: Rows, proof: ProofParameters, is_over: bool) -> None:
-        """Keep the states of this step; a full block, or the last one, becomes proofs: of every row as many states as
-        it has tokens in the block."""
+        """Keep the states of this step. A full block, or the last one, becomes proofs: of each row as many states as it
+        has tokens in the block."""
         if self._block_RSH.numel() == 0:
             shape = (len(self._rows), proof.rows, state.hidden.shape[-1])
             self._block_RSH = torch.empty(shape, dtype=torch.bfloat16, device=state.hidden.device)

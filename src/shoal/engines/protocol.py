@@ -1,7 +1,7 @@
 """What an engine is: it holds one policy, draws completions from it and recomputes what others drew. Both sides of a
-proof come from here: who draws commits to the last hidden states (`Completion.proofs`), who recomputes has the points
-to compare with (`Prefill.points`). The hidden state of a token is the one that it was drawn from: at the position
-before it, after the final norm, cast to bf16."""
+proof come from here: `Completion.proofs` commit to the last hidden states, `Prefill.points` are compared with them. The
+hidden state of a token is the one that it was drawn from: at the position before it, after the final norm, cast to
+bf16."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
+from shoal.models.ending import Decode
 from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, Spans, TensorView
 from shoal.shardcast import ChangedValues
 
@@ -29,8 +30,8 @@ Respond = Callable[[list[int]], tuple[int, ...] | None]
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The finished chunks of a completion that is being drawn: the first tokens (int32) and proofs of the later
-    `Completion`, bit for bit. The last chunk has fewer than `rows` tokens only if the completion is finished."""
+    """The finished chunks of a completion in progress: the first tokens (int32) and proofs of the later `Completion`,
+    bit for bit. The last chunk has fewer than `rows` tokens only if the completion is finished."""
 
     token_ids: npt.NDArray[np.int32]
     proofs: tuple[bytes, ...]
@@ -47,9 +48,9 @@ class GenerationRequest:
     raises, the call ends, nothing of any group is kept, and the engine is as before. `check` may raise in the same way:
     it is called after every token on a processor, after every window of steps on a GPU. `on_chunks` is told in the same
     way of finished chunks, if proofs are asked for; what it does not ask for within the call is not computed. `respond`
-    is asked at every end-of-sequence token whether the completion is finished; what it gives instead is fed to the
+    is asked at every end (`models.ending`) whether the completion is finished; what it gives instead is fed to the
     model, not drawn (`dialogue`). `begun` tokens at the end of the prompt are the first of the completion: the uniforms
-    begin at that position."""
+    begin at that position. Stop strings need `decode`."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -59,6 +60,7 @@ class GenerationRequest:
     respond: Respond | None = field(default=None, compare=False, repr=False)
     begun: int = 0
     check: Callable[[], None] | None = field(default=None, compare=False, repr=False)
+    decode: Decode | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -72,7 +74,7 @@ def checks_of(requests: Sequence[GenerationRequest]) -> list[Callable[[], None]]
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What one seed gave. `token_ids` (int32) ends with the end-of-sequence token if `finish` is "eos". `logprobs`
+    """What one seed gave. `token_ids` (int32) ends with its end (`models.ending`) if `finish` is "eos". `logprobs`
     (float32) are those of softmax(logits / T). `proofs`, if asked for, are its TOPLOC proofs back to back: one for
     every `rows` tokens, the last may be of fewer. `given` are the spans (start, length) that were not drawn: their
     log-probabilities are 0, and the uniforms of their positions are left out. Without any, one that is cut off
@@ -90,7 +92,7 @@ Groups = list[list[Completion]]
 
 @dataclass(frozen=True, eq=False)
 class PrefillRequest:
-    """A prompt and the tokens somebody claims to have drawn after it."""
+    """A prompt and the tokens that somebody claims to have drawn after it."""
 
     prompt_ids: tuple[int, ...]
     token_ids: npt.NDArray[np.int32]
@@ -125,13 +127,12 @@ class Engine(Protocol):
 
     @property
     def kind(self) -> str:
-        """What its rounding depends on, `engine path/device/number format`; known for sure once the policy is in
-        place."""
+        """What its rounding depends on: `engine path/device/number format`. Final once a policy is loaded."""
         ...
 
     @property
     def policy(self) -> PolicyRef | None:
-        """The policy whose weights are in place; None until the first `load_policy`, or after one that failed."""
+        """The policy whose weights are loaded; None before the first `load_policy`, or after one that failed."""
 
     @property
     def vocabulary_size(self) -> int: ...
@@ -141,27 +142,29 @@ class Engine(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """What its weights take of the device's memory."""
+        """The memory that its weights take on the device."""
 
     def load_policy(self, ref: PolicyRef | None, tensors: Mapping[str, TensorView]) -> None:
-        """Put weights in place; names, shapes and types must be exactly the model's (`ModelError`)."""
+        """Names, shapes and types must be exactly the model's (`ModelError`)."""
 
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
-        """One list per request, one completion per seed, both in order; with proofs if `proof` says of what size."""
+        """One list per request, one completion per seed, both in order; with proofs if `proof` gives their size."""
 
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
-        """One result per request, in order; with points if `proof` says of what size."""
+        """One result per request, in order; with points if `proof` gives their size."""
 
-    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
-        """The most probable token at every step, up to and including the end-of-sequence token: for evaluation."""
+    def greedy(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_ids: Sequence[int]
+    ) -> list[TokenIds]:
+        """The most probable token at every step, up to and including one of these: for evaluation."""
 
 
 @runtime_checkable
 class UpdatableEngine(Engine, Protocol):
-    """An engine whose weights can be changed where they lie, instead of being loaded again."""
+    """An engine whose weights can be changed in place, instead of being loaded again."""
 
     def update_policy(self, ref: PolicyRef, changes: Iterable[ChangedValues]) -> None:
-        """Turn the policy in place into `ref` by writing the values that differ, and no others."""
+        """Turn the loaded policy into `ref` by writing the values that differ, and no others."""
 
 
 @runtime_checkable
@@ -171,4 +174,4 @@ class BoundedEngine(Engine, Protocol):
     memory_bytes: int | None
 
     def rows_at_once(self, tokens_each: int) -> int:
-        """How many completions of so many tokens, prompts included, are drawn together; more are drawn in turns."""
+        """How many completions of so many tokens, prompts included, are drawn together; others are drawn later."""

@@ -1,8 +1,8 @@
-"""Which engines there are. torch's and vLLM's are imported when first asked for, or warmed up: that takes seconds."""
+"""The engines by name. torch and vLLM are imported when first needed, or by `warm_up`: that takes seconds."""
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.engines.protocol import Engine
@@ -19,33 +19,41 @@ Files = Mapping[str, bytes]
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """`profile` is the name in its `kind`: an engine that computes as another does may go by the other's."""
+    """`profile` is the name in its `kind`: an engine that rounds as another one does may use the other's."""
 
     profile: str
-    make: Callable[[Files, str, str], Engine]
     dtypes: tuple[str, ...] = ("float32",)
 
+    def make(self, files: Files, _device: str, _dtype: str) -> Engine:
+        from shoal.engines.scripted import ScriptedEngine
+
+        return ScriptedEngine(files)
+
     def device(self, device: str) -> str:
-        """The device that it takes when asked for one, or for "auto"."""
+        """The device for the one asked for, or for "auto"."""
         if device == "cuda":
             raise ConfigError(f'the {self.profile} engine has no device but "cpu"')
         return "cpu"
 
     def formats(self, _device: str) -> tuple[str, ...]:
-        """Those of `dtypes` that a device of this machine computes in, the fastest first."""
+        """Those of `dtypes` that this device computes in, the fastest first."""
         return self.dtypes
 
     def require(self) -> None:
-        """Raise `ConfigError` if something is not installed that it needs; needs no torch."""
+        """Raise `ConfigError` if something that it needs is not installed. Needs no torch."""
 
-    def start(self, _device: str) -> None:
-        """Load what it needs."""
+    def start(self, _device: str) -> None: ...
 
     def check(self, _files: Files, _entries: Sequence[Entry], _dtype: str, _memory_bytes: int) -> None:
         """Compare a policy's files with its weights, and with the memory that it may take."""
 
 
 class TorchEntry(EngineEntry):
+    def make(self, files: Files, device: str, dtype: str) -> Engine:
+        from shoal.engines.torch import TorchEngine
+
+        return TorchEngine(files, dtype, device)
+
     def device(self, device: str) -> str:
         import torch
 
@@ -65,7 +73,7 @@ class TorchEntry(EngineEntry):
         began_s = time.monotonic()
         log.info("loading torch, which may take a minute")
         import torch
-        import transformers.modeling_utils  # noqa: F401  what every model of theirs is built on
+        import transformers.modeling_utils  # noqa: F401  which every model needs
 
         import shoal.engines.torch  # noqa: F401
 
@@ -80,6 +88,11 @@ class TorchEntry(EngineEntry):
 
 
 class VllmEntry(TorchEntry):
+    def make(self, files: Files, device: str, dtype: str) -> Engine:
+        from shoal.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(files, device, dtype)
+
     def require(self) -> None:
         from shoal.engines.vllm.needs import installed_device
 
@@ -103,34 +116,14 @@ class VllmEntry(TorchEntry):
         import shoal.engines.vllm.engine  # noqa: F401
 
 
-def _torch(files: Files, device: str, dtype: str) -> Engine:
-    from shoal.engines.torch import TorchEngine
-
-    return TorchEngine(files, dtype, device)
-
-
-def _vllm(files: Files, device: str, dtype: str) -> Engine:
-    from shoal.engines.vllm.engine import VllmEngine
-
-    return VllmEngine(files, device, dtype)
-
-
-def _scripted(files: Files, _device: str, _dtype: str) -> Engine:
-    from shoal.engines.scripted import ScriptedEngine
-
-    return ScriptedEngine(files)
-
-
 ENGINES: dict[str, EngineEntry] = {
-    "torch": TorchEntry("torch", _torch, DTYPES),
-    "scripted": EngineEntry("scripted", _scripted),
-    "vllm": VllmEntry("vllm", _vllm, DTYPES),
-}
+    "torch": TorchEntry("torch", DTYPES), "scripted": EngineEntry("scripted"), "vllm": VllmEntry("vllm", DTYPES)
+}  # fmt: skip
 
 
 def check_engine(name: str, device: str = "auto", dtype: str = "auto") -> None:
-    """Raise `ConfigError` for a name that is not there, or an engine that is not installed. Needs no torch; whether
-    there is a GPU is seen later."""
+    """Raise `ConfigError` for an unknown name, or an engine that is not installed. Needs no torch; whether there is a
+    GPU is checked later."""
     if name not in ENGINES:
         raise ConfigError(f"there is no engine {name!r}; there are {', '.join(sorted(ENGINES))}")
     if device not in DEVICES:
@@ -147,19 +140,19 @@ def check_policy(name: str, files: Files, entries: Sequence[Entry], device: str,
 
 
 def warm_up(name: str, device: str = "cpu") -> None:
-    """Load what the engine needs before there is work for it: a lease held meanwhile would keep others waiting."""
+    """Load what the engine needs before there is work: a lease that waits meanwhile would delay others."""
     if name in ENGINES:
         ENGINES[name].start(device)
 
 
 def kind_of(name: str, device: str = "cpu", dtype: str = "float32") -> str:
-    """The `kind` that `build` with these arguments will have, before there is a model to build."""
+    """The `kind` of the engine that `build` makes of these arguments, before there is a model."""
     found = resolved(name, device, dtype)
     return "/".join((ENGINES[name].profile, *found))
 
 
 def resolved(name: str, device: str, dtype: str) -> tuple[str, str]:
-    """Device and number format with "auto" replaced by the fastest; a `ConfigError` if the device does not have it."""
+    """Device and number format, the fastest for "auto"; `ConfigError` if the device does not have the format."""
     check_engine(name, device, dtype)
     found = ENGINES[name].device(device)
     formats = ENGINES[name].formats(found)
@@ -194,7 +187,7 @@ def choose(name: str, device: str, dtype: str, taken: Collection[str]) -> tuple[
 
 
 def _described(device: str) -> str:
-    """The device in words: of a GPU its name, and its generation where that is too old for bfloat16."""
+    """Of a GPU its name, and its generation if that is too old for bfloat16."""
     if device == "cpu":
         return "this machine, on its processor,"
     import torch
@@ -205,6 +198,7 @@ def _described(device: str) -> str:
 
 
 def build(name: str, files: Files, device: str = "cpu", dtype: str = "float32") -> Engine:
-    """For the model that the files describe, without a policy. "auto": a GPU if there is one; its fastest `dtype`."""
+    """For the model that the files describe, without a policy. "auto": a GPU if there is one, and its fastest
+    `dtype`."""
     found = resolved(name, device, dtype)
     return ENGINES[name].make(files, *found)

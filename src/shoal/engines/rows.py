@@ -1,4 +1,4 @@
-"""A completion that is being drawn, what its caller hears of it, and what all engines that draw so do alike."""
+"""A completion in progress, the reports to its caller, and what all engines share that draw so."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from shoal.protocol import ProofParameters, SamplingParameters
 
 @dataclass(eq=False)
 class DrawnRow:
-    """One completion: its tokens and who answers its turns (`line`), log-probabilities, and proofs of finished chunks.
-    `group` is the place of its request in the call; `chosen` the token that comes next."""
+    """One completion: its tokens with the answers to its turns (`line`), log-probabilities, and proofs of finished
+    chunks. `group` is the index of its request in the call; `chosen` is the next token."""
 
     request: GenerationRequest
     seed: int
@@ -37,22 +37,22 @@ class DrawnRow:
 
     @property
     def longest(self) -> int:
-        """How many tokens it has at most, its prompt included."""
+        """The largest possible number of tokens, its prompt included."""
         return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens
 
     def choose(self, drawn: int, logprob: float) -> None:
-        """The next token, unless the environment says another one."""
+        """Choose the drawn token as the next one, unless the environment forces another."""
         forced = self.line.forced
         self.chosen = drawn if forced is None else forced
         self.logprobs.append(logprob if forced is None else 0.0)
 
     def take(self) -> None:
-        """What was chosen is part of the completion, which may end it."""
+        """Add the chosen token to the completion, which may end it."""
         self.ended = not self.line.take(self.chosen)
 
     def cut(self, proof: ProofParameters | None) -> bool:
-        """Where memory has run out: keep whole chunks (without proofs, all), so that what was shown of it stays true.
-        Whether something is left to be drawn."""
+        """When memory has run out: keep whole chunks (without proofs, all tokens), so that what was shown stays true.
+        Returns whether tokens are left to be drawn."""
         kept = len(self.tokens) if proof is None else min(len(self.tokens), proof.rows * len(self.proofs))
         if self.ended and kept == len(self.tokens):
             return False
@@ -63,7 +63,6 @@ class DrawnRow:
         return True
 
     def chunks(self, rows: int) -> Chunks:
-        """Those that are finished."""
         return Chunks(np.array(self.tokens[: rows * len(self.proofs)], dtype=np.int32), tuple(self.proofs))
 
     def completion(self) -> Completion:
@@ -72,7 +71,7 @@ class DrawnRow:
 
 
 def report(group: Sequence[DrawnRow], proof: ProofParameters | None, has_proved: bool, counts: bool = True) -> None:
-    """Tell the caller how far a group is, if this `counts`, and of its chunks, if some were finished."""
+    """Report to the caller the number of tokens of a group, if `counts`, and its chunks, if some were finished."""
     request = group[0].request
     if counts and request.on_tokens is not None and (tokens := sum(len(row.tokens) for row in group)):
         request.on_tokens(tokens)
@@ -94,9 +93,11 @@ class DrawingEngine(ABC):
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
         return self._drawn(requests, proof, False)
 
-    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
-        sampling = SamplingParameters.model_construct(  # not checked: an eos of -1 means that nothing ends a completion
-            temperature=1.0, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id
+    def greedy(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_ids: Sequence[int]
+    ) -> list[TokenIds]:
+        sampling = SamplingParameters.model_construct(  # not checked: there may be no end token
+            temperature=1.0, max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids)
         )
         requests = [GenerationRequest(prompt, (0,), sampling) for prompt in prompts]
         return [group[0].token_ids for group in self._drawn(requests, None, True)]

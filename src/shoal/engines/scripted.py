@@ -34,7 +34,8 @@ class ScriptedEngine(DrawingEngine):
     def __init__(self, files: Mapping[str, bytes] | None = None) -> None:
         config = read_config(files) if files and "config.json" in files else {}
         self.vocabulary_size = int(config.get("vocab_size") or DEFAULT_VOCABULARY)
-        self._eos_token_id = int(config.get("eos_token_id") or DEFAULT_EOS)
+        named = config.get("eos_token_id") or DEFAULT_EOS
+        self._eos_token_id = int(named[0] if isinstance(named, list) else named)
         self.policy: PolicyRef | None = None
         self.size_bytes = 0
         self._digest = b""
@@ -97,7 +98,8 @@ class ScriptedEngine(DrawingEngine):
         return Prefill(logprobs_T, low_T, high_T, mean_T.astype(np.float32), variance_T.astype(np.float32), points)
 
     def _step(self, sequence: Sequence[int]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Logits and hidden state after a sequence: uniforms under a seed that is a hash of where we are."""
+        """Logits and hidden state after a sequence: uniforms under a seed that is a hash of digest, length and last
+        tokens."""
         context = np.array([len(sequence), *sequence[-CONTEXT_TOKENS:]], dtype="<i8").tobytes()
         seed = int.from_bytes(hashlib.sha256(self._digest + context).digest()[:8], "big")
         values = uniforms(seed, 0, self.vocabulary_size + HIDDEN_SIZE)

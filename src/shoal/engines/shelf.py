@@ -1,11 +1,11 @@
 """Engines by policy: fetched when first needed, a few kept loaded, the least recently used given up first.
 
     get(policy) ─┬─ loaded ───────────────────────────────────────────────► engine
-                 └─ fetch ─► is it the very policy asked for? ─┬─► load into the one given up, or into a new one
-                                                               └─► only what changed, if the one given up is the
-                                                                   policy that the new one was made from
+                 └─ fetch ─► is it the policy asked for? ─┬─► load into the engine given up, or into a new one
+                                                          └─► only the changes, if the engine given up holds the
+                                                              policy that the new one was made from
 
-Each is a whole copy of the weights. The first policy of a model is checked before an engine is made for it.
+Each engine is a whole copy of the weights. The first policy of a model is checked before an engine is made for it.
 """
 
 import logging
@@ -37,9 +37,9 @@ class LoadedPolicy:
 
 
 class EngineShelf:
-    """At most `held` loaded policies, fewer where memory does not suffice. One caller at a time."""
+    """At most `held` loaded policies, fewer if memory does not suffice. One caller at a time."""
 
-    wait_s = 30.0  # how long a caller that can do something else meanwhile waits for a policy
+    wait_s = 30.0  # the usual deadline of callers that have other work
 
     def __init__(self, fetch: Fetch, build: Build, held: int, check: Check = lambda _files, _entries: None) -> None:
         if held < 1:
@@ -65,11 +65,16 @@ class EngineShelf:
         self._loaded[ref] = LoadedPolicy(ref, self._load(files, payload), files)
         return self._loaded[ref]
 
+    def clear(self) -> None:
+        """Give all engines up, and their memory back."""
+        self._loaded.clear()
+        release_memory()
+
     def _load(self, files: Mapping[str, bytes], payload: Payload) -> Engine:
-        """An engine with the payload in place. Where memory does not suffice, fewer are held from now on."""
+        """An engine with the payload loaded. If memory does not suffice, fewer engines are held from now on."""
         while True:
             try:
-                return _put_in_place(self._engine_for(files), payload)
+                return self._put_in_place(files, payload)
             except MEMORY_ERRORS as error:
                 if not is_out_of_memory(error):
                     raise
@@ -83,18 +88,15 @@ class EngineShelf:
             log.warning("memory does not suffice for %d policies: %d are held now", self._held + 1, self._held)
             release_memory()
 
-    def _engine_for(self, files: Mapping[str, bytes]) -> Engine:
-        """An engine to load into: the least recently used, if one has to go anyway and is of the same model."""
+    def _put_in_place(self, files: Mapping[str, bytes], payload: Payload) -> Engine:
+        """Load into the least recently used engine, if one must go and is of the same model. A function of its own, so
+        that no reference to an engine is left when memory runs out."""
         spare = self._loaded.popitem(last=False)[1] if len(self._loaded) == self._held else None
-        return spare.engine if spare is not None and spare.files == files else self._build(files)
-
-
-def _put_in_place(engine: Engine, payload: Payload) -> Engine:
-    ref = payload.manifest.policy
-    changes = payload.changes_from(engine.policy)
-    if changes is not None and isinstance(engine, UpdatableEngine):
-        engine.update_policy(ref, changes)
-        log.info("policy %s: only what changed was written into the engine", ref.label)
-    else:
-        engine.load_policy(ref, {tensor.name: tensor for tensor in payload.tensors})
-    return engine
+        engine = spare.engine if spare is not None and spare.files == files else self._build(files)
+        ref, changes = payload.manifest.policy, payload.changes_from(engine.policy)
+        if changes is not None and isinstance(engine, UpdatableEngine):
+            engine.update_policy(ref, changes)
+            log.info("policy %s: only what changed was written into the engine", ref.label)
+        else:
+            engine.load_policy(ref, {tensor.name: tensor for tensor in payload.tensors})
+        return engine

@@ -4,14 +4,14 @@
     batch:  prompts, left-padded ──one forward, or pieces that fit──► cache and last state of every prompt
             cache and state repeated once per seed        (a group's prompt is computed once)
             loop: head in float32 → inverse CDF at u[t] → finished rows leave the batch → one forward per token
-                  rows to which the environment speaks take its tokens instead of drawn ones (`dialogue`)
+                  tool tokens replace drawn ones where the environment speaks (`dialogue`)
                   the hidden states of every `rows` steps are folded into proofs (`plain`)
 
-A batch for which memory does not suffice is halved: finished rows are kept, the others are continued from their last
-whole chunk. The limit is remembered; a group is split over batches where it must be, down to one row.
+A batch that does not fit into memory is halved: finished rows are kept, the others resume from their last whole chunk.
+The limit is remembered; a group is split over batches if necessary, down to one row.
 
-Prefill needs no cache: sequences are right-padded, and a causal model never looks at what follows. Only where groups
-share long prompts is each prompt computed once, and the completions after its cache.
+Prefill needs no cache: sequences are right-padded, and a causal model never looks at what follows. Only if groups share
+long prompts is each prompt computed once, and the completions after its cache.
 
 B: prompts of a batch, R: rows (one per seed), L: padded length, T: tokens, H: hidden size, V: vocabulary.
 """
@@ -51,18 +51,18 @@ log = logging.getLogger(__name__)
 
 TILE_ELEMENTS = 2**23
 TILE_ELEMENTS_GPU = 2**28  # a GPU wants few, large tiles: a gigabyte of float32 each
-SHARED_WORTH = 0.2  # the share of a batch that is prompts once more, from which on they are computed only once
-CATCH_UP = 64  # tokens of each row at once, where a batch is continued from what was kept of it
+SHARED_WORTH = 0.2  # share of repeated prompts in a batch: with more, each prompt is computed once
+CATCH_UP = 64  # tokens of each row at once, when a batch resumes from its kept tokens
 LEAST_TILE = 2**20
 TILE_SHARE = 16  # a tile of logits takes at most this part of the memory that may be used
-EXPANDED = 4  # tensors of the size of the fastest growing one that a layer has at the same time
+EXPANDED = 4  # simultaneous tensors of a layer that are as large as the fastest growing one
 PREFILL_TOKENS = 65_536
-PREFILL_TOKENS_CPU = 4_096  # larger batches fall out of the processor's caches: a third slower
+PREFILL_TOKENS_CPU = 4_096  # larger batches do not fit into the processor's caches: a third slower
 
 
 class TorchEngine(DrawingEngine):
-    """Implements `Engine` on torch. `max_rows` and `max_prefill_tokens` bound what is computed at once, not what may be
-    asked for; within them, as much as fits into free memory, or into `memory_bytes` if those are set."""
+    """`max_rows` and `max_prefill_tokens` bound what is computed at once, not what may be asked for; within them, as
+    much as fits into free memory, or into `memory_bytes` if those are set."""
 
     name = "torch"
     memory_bytes: int | None = None
@@ -81,15 +81,15 @@ class TorchEngine(DrawingEngine):
     def wrap(
         cls, model: Any, max_rows: int = 2048, max_prefill_tokens: int | None = None, pages: bool = False
     ) -> Self:  # fmt: skip
-        """An engine around a model that somebody else owns and changes (the trainer's): nothing is copied."""
+        """An engine around a model that somebody else owns and changes (the trainer's). Nothing is copied."""
         engine = cls.__new__(cls)
         engine._setup(model, max_rows, max_prefill_tokens)
         engine._loaded, engine._shared, engine._may_page = True, True, pages
         return engine
 
     def copied(self, files: Mapping[str, bytes], dtype: str, pages: bool = True) -> TorchEngine:
-        """Another engine on the same device with a copy of the policy in place, computing in `dtype`, without `pages`
-        by the plain path. Weights that `dtype` cannot hold are a `ModelError`: nobody computes with rounded ones."""
+        """Another engine on the same device with a copy of the policy, computing in `dtype`; without `pages` by the
+        plain path. Weights that `dtype` cannot hold are a `ModelError`: workers never compute with rounded weights."""
         self._refuse_unloaded()
         model, state = model_from_files(files, dtype, self._model.device.type, filled=False), policy_state(self._model)
         with torch.no_grad():
@@ -109,8 +109,8 @@ class TorchEngine(DrawingEngine):
 
     @property
     def kind(self) -> str:
-        """`engine/device/number format`. A GPU has two paths that round differently: `torch` decodes with pages and
-        captured steps, `torch-plain` without. Which one a model takes is tried once its weights are there."""
+        """A GPU has two paths that round differently: `torch` decodes with pages and captured steps, `torch-plain`
+        without. Which one a model takes is tried once its weights are loaded."""
         device, path = self._model.device.type, self.name
         if device == "cuda" and self._loaded:
             self._measure_room()
@@ -186,7 +186,7 @@ class TorchEngine(DrawingEngine):
         return max(1, min(self._max_rows, self._computable(tokens_each), there // pages.pages_for(tokens_each)))
 
     def _paged(self) -> PagedDecoder | None:
-        """What decodes with pages, if this model can: tried once there are weights."""
+        """The decoder with pages, if this model can use it: tried once there are weights."""
         if not self._may_page or not self._loaded:
             return None
         if not self._pages_tried:
@@ -194,7 +194,7 @@ class TorchEngine(DrawingEngine):
         return self._pages
 
     def _measure_room(self) -> None:
-        """How much may be computed at once, by the memory that is free now."""
+        """How much may be computed at once, from the memory that is free now."""
         left = None if self.memory_bytes is None else self.memory_bytes - self.size_bytes
         self._usable = usable = memory.usable_bytes(self._model.device.type, left)
         self._room.most = max(1, usable // self._token_bytes())
@@ -202,7 +202,7 @@ class TorchEngine(DrawingEngine):
         self._prefill_room.most = min(self._max_prefill_tokens, self._computable(0))
 
     def _measure_cache(self) -> None:
-        """What the cache really takes, once: a configuration may say anything."""
+        """Measure the cache's size once: a configuration may be wrong."""
         if self._kept is not None or not self._loaded:
             return
         with self._inference():
@@ -214,16 +214,15 @@ class TorchEngine(DrawingEngine):
                     raise
 
     def _token_bytes(self) -> int:
-        """What a token of a row takes in the cache, by the configuration or as measured, whichever is more."""
+        """Bytes of a token in the cache, by the configuration or as measured, whichever is more."""
         kept, _, expanded = self._kept or (0, 0, 0)
         said = memory.cached_token_bytes(self._model.config.get_text_config(), self._model.dtype.itemsize)
         return max(said, memory.ALLOWANCE * kept, EXPANDED * expanded)
 
     def _computable(self, longest: int) -> int:
-        """How many tokens of rows of up to so many fit into memory while a layer is computed of them; at least one."""
-        config = self._model.config.get_text_config()
-        computed = memory.computed_token_bytes(config, self._model.dtype.itemsize, self._width)
-        return max(1, self._usable // (computed + memory.scores_bytes(config) * longest))
+        """How many tokens of rows of up to so many fit into memory while a layer is computed; at least one."""
+        config, itemsize = self._model.config.get_text_config(), self._model.dtype.itemsize
+        return max(1, self._usable // memory.computed_token_bytes(config, itemsize, self._width, longest))
 
     def _drawn(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None, greedy: bool) -> Groups:
         self._measure_cache()
@@ -250,7 +249,7 @@ class TorchEngine(DrawingEngine):
                     log.warning("memory did not suffice for all rows at once: trying %d", most)
             for begun in sorted({len(row.tokens) for row in left}):
                 for rows in self._batches([row for row in left if len(row.tokens) == begun]):
-                    waiting = [rows]  # where memory runs out, half as many at once, from what was kept of them
+                    waiting = [rows]  # if memory runs out, half as many at once, from their kept tokens
                     while waiting:
                         rows = waiting.pop()
                         size = self._fitting_rows(max(row.longest for row in rows))
@@ -260,7 +259,7 @@ class TorchEngine(DrawingEngine):
 
     def _batches(self, rows: Sequence[DrawnRow]) -> Iterator[list[DrawnRow]]:
         """Rows that can be decoded together: equal sampling, similar length, as many as fit. Groups stay whole if they
-        fit; each next batch goes by what the last one showed."""
+        fit; each batch uses what the one before showed."""
         groups: dict[int, list[DrawnRow]] = {}
         for row in rows:
             groups.setdefault(row.group, []).append(row)
@@ -287,7 +286,7 @@ class TorchEngine(DrawingEngine):
     def _try_draw(
         self, batch: list[DrawnRow], groups: Sequence[Sequence[DrawnRow]], proof: ProofParameters | None
     ) -> list[DrawnRow]:
-        """Draw the rows of a batch; returns those for which memory did not suffice."""
+        """Draw the rows of a batch; returns those that did not fit into memory."""
         size = len(batch) * max(row.longest for row in batch)
         try:
             self._decode(batch, PlainBatch(batch, groups, proof))
@@ -296,7 +295,7 @@ class TorchEngine(DrawingEngine):
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
-        release_memory()  # only now: the error's traceback held the tensors
+        release_memory()  # here, because the error's traceback held the tensors
         left = [row for row in batch if row.cut(proof)]
         if len(batch) == 1 and left:
             asked, short = batch[0].request, f"does not fit into the memory that is free for {self.kind}"
@@ -326,7 +325,7 @@ class TorchEngine(DrawingEngine):
             state.advance(self._model, tokens_R)
 
     def _try_prefill(self, batch: Sequence[PrefillRequest], proof: ProofParameters | None) -> list[Prefill] | None:
-        """The prefills of a batch; None if memory does not suffice, and less is to be tried."""
+        """The prefills of a batch; None if they do not fit into memory, and less must be tried."""
         longest = max(map(_length, batch))
         try:
             found = self._prefill_batch(batch, proof)
@@ -335,7 +334,7 @@ class TorchEngine(DrawingEngine):
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
-        release_memory()  # only now: the error's traceback held the tensors
+        release_memory()  # here, because the error's traceback held the tensors
         if len(batch) > 1:
             self._prefill_room.failed(len(batch) * longest)
         elif self._tile_elements() > LEAST_TILE:
@@ -360,7 +359,7 @@ class TorchEngine(DrawingEngine):
         ]
 
     def _hidden_of(self, batch: Sequence[PrefillRequest], lengths: Sequence[int]) -> Tensor:
-        """The hidden state that each token was drawn from, all requests' one after the other [N, H]."""
+        """The hidden states that the tokens were drawn from, all requests end to end [N, H]."""
         prompts = list(dict.fromkeys(request.prompt_ids for request in batch))
         shared = sum(len(request.prompt_ids) for request in batch) - sum(map(len, prompts))
         worth_it = shared > SHARED_WORTH * (shared + sum(map(len, prompts)) + sum(lengths))
@@ -392,14 +391,14 @@ class TorchEngine(DrawingEngine):
     def _laid_out(
         self, pieces: Sequence[Any], ends: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Token ids, piece after piece, in right-padded rows that end at `ends`; these once more, as a column."""
+        """Token ids, piece after piece, in right-padded rows that end at `ends`; and `ends` as a column."""
         ids_BL = np.zeros((len(ends), int(ends.max())), dtype=np.int64)
         ids_BL[np.arange(ids_BL.shape[1])[None, :] < ends[:, None]] = np.concatenate(pieces)
         self._refuse_unknown((int(ids_BL.min()), int(ids_BL.max())))
         return ids_BL, ends[:, None]
 
     def _statistics(self, hidden_NH: Tensor, tokens_N: Tensor, temperatures_N: Tensor) -> list[Tensor]:
-        """What `token_statistics` says of all tokens, the [tokens, vocabulary] table in tiles."""
+        """`token_statistics` of all tokens, the [tokens, vocabulary] table in tiles."""
         head = Head.of(self._model)
         tokens_N, temperatures_N = tokens_N.to(hidden_NH.device), temperatures_N.double().to(hidden_NH.device)
         rows = max(1, self._tile_elements() // self.vocabulary_size)
@@ -418,7 +417,7 @@ def _length(request: PrefillRequest) -> int:
 
 
 def _points(hidden_NH: Tensor, lengths: Sequence[int], proof: ProofParameters | None) -> Sequence[PointBatch | None]:
-    """The points of every sequence, from states that lie one sequence after the other."""
+    """The points of every sequence, from states end to end."""
     if proof is None:
         return [None] * len(lengths)
     points = top_points(hidden_NH.to(torch.bfloat16), lengths, proof.topk, proof.rows)
@@ -426,6 +425,6 @@ def _points(hidden_NH: Tensor, lengths: Sequence[int], proof: ProofParameters | 
 
 
 def _cuts(ends: npt.NDArray[np.int64]) -> list[slice]:
-    """Where pieces that lie end to end are."""
+    """The slices of pieces end to end."""
     bounds = [0, *ends.tolist()]
     return list(map(slice, bounds, bounds[1:]))

@@ -5,12 +5,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from shoal.environments import Environment, Task
 from shoal.hub.state.rows import EvaluationPlan, PoolRules, Rules
 from shoal.protocol import BodyLimits, ModelSize, SignedDocument, SigningKey
-from shoal.protocol.lease import DEFAULT_PROFILE, MAX_GROUP, MAX_NEW_TOKENS, ProofParameters, SamplingParameters
+from shoal.protocol.lease import (
+    DEFAULT_PROFILE,
+    MAX_GROUP,
+    MAX_NEW_TOKENS,
+    ProofParameters,
+    SamplingParameters,
+    stop_problem,
+)
 from shoal.protocol.node import LINK_MBIT
 from shoal.runtime.sizing import DERIVED, RunSize, settle
 
@@ -24,10 +31,8 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$"  # of a run
 PROFILES = (DEFAULT_PROFILE, "scripted/cpu/float32")
 
 
-class RunSettings(BaseModel):
+class RunSettings(BaseModel, frozen=True, extra="forbid"):
     """What is being trained. The same for everybody who takes part; it never changes during a run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("run", pattern=NAME, description="name of the run")
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of the tasks")
@@ -37,6 +42,7 @@ class RunSettings(BaseModel):
     max_staleness: int = Field(1, ge=0, le=64, description="how many versions old a group may be; 0 is synchronous")
     temperature: float = Field(1.0, gt=0, le=10, description="sampling temperature")
     max_new_tokens: int = Field(16, ge=1, le=MAX_NEW_TOKENS, description="longest completion, in tokens")
+    stop: tuple[str, ...] = Field((), description="texts that end a completion, such as </answer>; at most 8")
 
     @model_validator(mode="before")
     @classmethod
@@ -49,11 +55,18 @@ class RunSettings(BaseModel):
                 )
         return values
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stops(cls, given: Any) -> Any:
+        stop = tuple(given) if isinstance(given, list) else given  # strict: behind the validator above, a list is one
+        texts = isinstance(stop, tuple) and all(isinstance(each, str) for each in stop)
+        if texts and (problem := stop_problem(stop)):
+            raise ValueError(problem)
+        return stop
 
-class HubSettings(BaseModel):
+
+class HubSettings(BaseModel, frozen=True, extra="forbid"):
     """How the hub behaves."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     # fmt: off
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
@@ -75,9 +88,15 @@ class HubSettings(BaseModel):
         "all", description="what is checked fully before it is trained on; reputation: long-proven nodes by sample")
     newcomer_share: float = Field(
         0.25, ge=0, le=1, description="most of the units, and of the tokens audited, for nodes on probation together")
+    trusted_audit: float = Field(
+        0.05, gt=0, le=1, description="part of the trusted workers' groups (`shoal admin add-worker`) that is checked "
+        "fully; the rest earns nothing")
     refill_cap: int = Field(4, ge=0, description="lost groups refilled per step, in multiples of groups_per_step")
     drop_equal: Literal["task", "total"] = Field(
         "task", description="rewards that make a group useless if all of it have the same: the task's, or the total")
+    records_gb: float = Field(
+        10, ge=0, le=1e6, description="disk for records of all rollouts; beyond it texts and tokens of a sample are "
+        "kept; 0: none are written")
     leases_per_node: int = Field(64, ge=1, description="leases that one node may hold at a time")
     requests_per_key_s: float = Field(50, ge=0, description="requests a second that one key may make; 0: no limit")
     requests_per_address_s: float = Field(
@@ -97,7 +116,7 @@ class HubConfig:
     settings: HubSettings
     environment: Environment
     encode: Callable[[Task], Sequence[int]]
-    eos_token_id: int
+    eos_token_ids: tuple[int, ...]
     key: SigningKey
     root_key: str
     certificates: tuple[SignedDocument, ...] = ()
@@ -110,6 +129,7 @@ class HubConfig:
     evaluation: EvaluationPlan | None = None
     model: ModelSize = field(default_factory=ModelSize)
     proof: ProofParameters = field(default_factory=ProofParameters)
+    texts: Callable[[Sequence[list[int]]], list[str]] | None = None  # of token ids; None: no records are written
     credit_window_s: float = 600.0  # in which audits by reputation can still take credit back
     audit_s: float | None = None  # for one claim of audits; None: by the run's size
 
@@ -124,7 +144,7 @@ class HubConfig:
             leases_per_node=settings.leases_per_node, lease_ms=round(chosen.lease_s * 1000),
             audit_ms=round((self.audit_s or chosen.audit_s) * 1000), audit=settings.audit,
             drop_equal=settings.drop_equal, newcomer_share=settings.newcomer_share,
-            credit_window_ms=round(self.credit_window_s * 1000),
+            trusted_audit=settings.trusted_audit, credit_window_ms=round(self.credit_window_s * 1000),
             lease_hard_ms=round(max(chosen.lease_s, chosen.lease_hard_s) * 1000), proof_rows=self.proof.rows,
             pools=self.pools, evaluation=self.evaluation,
         )  # fmt: skip
@@ -140,5 +160,8 @@ class HubConfig:
     @property
     def sampling(self) -> SamplingParameters:
         return SamplingParameters(
-            temperature=self.run.temperature, max_new_tokens=self.run.max_new_tokens, eos_token_id=self.eos_token_id
+            temperature=self.run.temperature,
+            max_new_tokens=self.run.max_new_tokens,
+            eos_token_ids=self.eos_token_ids,
+            stop=self.run.stop,
         )

@@ -10,6 +10,7 @@ from pydantic import Field, FiniteFloat, StringConstraints
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Message, Milliseconds
 from shoal.protocol.submission import Completed, PackedTokens, unpack_tokens
+from shoal.protocol.verdict import Depth
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,11 +21,14 @@ AlarmText = Annotated[str, StringConstraints(max_length=2000)]
 
 
 class BatchGroup(Message):
+    """`audit`: whether the group was checked fully, or lightly: then its node is believed that it computed it."""
+
     unit: int
     submission: str
     node: str
     policy: PolicyRef
     rewards: tuple[float, ...]
+    audit: Depth = "full"
 
 
 class Batch(Message):
@@ -52,10 +56,11 @@ class BatchReply(Message):
 
 
 class TrainingRollout(Completed, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A verified rollout with the validator's reward, ready to train on; `given` as in `Rollout`."""
+    """A verified rollout with the validator's reward and its parts, ready to train on; `given` as in `Rollout`."""
 
     reward: float
     given: PackedTokens = b""
+    parts: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class TrainingGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

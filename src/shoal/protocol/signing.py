@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from shoal.errors import ProtocolError, SignatureError
 from shoal.protocol.identity import SigningKey, check_public_key, verify
@@ -41,10 +41,8 @@ Milliseconds = Annotated[int, Field(ge=-(2**53), le=2**53)]
 """Of a time since 1970, or of a duration. Bounded, so that no time that a message names overflows anywhere."""
 
 
-class Message(BaseModel):
+class Message(BaseModel, frozen=True, extra="forbid"):
     """Base of every message that crosses a process: frozen, and unknown fields are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Document(Message):

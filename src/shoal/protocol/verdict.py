@@ -200,10 +200,20 @@ MAX_VERDICTS_PER_REPORT = 64
 MAX_BODIES_PER_REQUEST = 64
 
 
+class TokenTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a prefill saw at each token of a submission, all rollouts one after the other, as float16 (LE): the claimed
+    log-probability minus the validator's; and how far the uniform lies inside the token's interval. NaN: not drawn."""
+
+    gaps: bytes
+    margins: bytes
+
+
 class VerdictReport(Message):
-    """Signed `Verdict`s, handled one by one in one transaction: a refused one does not stop the others."""
+    """Signed `Verdict`s, handled one by one in one transaction: a refused one does not stop the others. `traces`, by
+    submission, are packed `TokenTrace`s in base64; they are for the records of the run only."""
 
     verdicts: tuple[SignedDocument, ...] = Field(min_length=1, max_length=MAX_VERDICTS_PER_REPORT)
+    traces: dict[str, str] = Field(default={}, max_length=MAX_VERDICTS_PER_REPORT)
 
 
 class RefusedVerdict(Message):

@@ -23,9 +23,8 @@ from contextlib import closing, suppress
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards.panel import JudgedText
-from shoal.runtime.clock import Backoff
+from shoal.runtime import Backoff, StopToken
 from shoal.runtime.exchange import ClientRequest, HttpClient, Limit
-from shoal.runtime.stop import StopToken
 from shoal.runtime.targets import is_address
 
 log = logging.getLogger(__name__)
@@ -59,8 +58,7 @@ ADVICE = dict.fromkeys((401, 403), f"put its key into {KEY}, in the environment 
 ADVICE[404] = "its url must end where /chat/completions follows, usually in /v1, and it must have the judge's model"
 
 
-class UnreadableAnswer(Exception):
-    """The judge answered, without a number."""
+class UnreadableAnswer(Exception): ...
 
 
 class Refused(Exception):
@@ -109,8 +107,7 @@ class ChatJudge:
             raise DeadlineExceeded(f"judging was given up: {self._stop.reason}")
         return found
 
-    def close(self) -> None:
-        """Nothing stays open between questions."""
+    def close(self) -> None: ...
 
     def _value(self, http: HttpClient, piece: JudgedText, ends_s: float) -> float | ScoringFailure:
         problem, unreadable = "took too long in all", 0

@@ -112,7 +112,6 @@ class Classifier:
         return [round(value, DIGITS) for value in said_B.tolist()]
 
     def prepare(self) -> None:
-        """Load the model; what is wrong with it is an `EnvironmentSetupError`."""
         if self._model is not None:
             return
         import torch

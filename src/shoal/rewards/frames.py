@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shoal.errors import CodecError, DeadlineExceeded
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Clock, StopToken, SystemClock
 
 HEAD = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -42,8 +41,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     problem: str = ""
 
 
+SentJob = tuple[str, bytes, tuple[int, ...] | None]  # task, completion, and its tokens if they are known
+
+
 class Jobs(msgspec.Struct, frozen=True, tag=True):
-    jobs: list[tuple[str, bytes]]  # task and completion
+    jobs: list[SentJob]
 
 
 class Allows(msgspec.Struct, frozen=True, tag=True):
@@ -82,8 +84,7 @@ def frame_of(message: ToChild | FromChild) -> bytes:
     return HEAD.pack(len(body)) + body
 
 
-class ChannelClosed(Exception):
-    """The other end has closed the pipe, or sent an invalid message."""
+class ChannelClosed(Exception): ...
 
 
 @dataclass
@@ -127,7 +128,6 @@ class Channel:
         return message
 
     def _fill(self, size: int, left_s: float) -> float:
-        """Receive until there are so many bytes; the time that is left."""
         while len(self._received) < size:
             left_s = self._await(self.source, select.POLLIN, left_s)
             try:
@@ -140,7 +140,6 @@ class Channel:
         return left_s
 
     def _await(self, descriptor: int, event: int, left_s: float) -> float:
-        """Wait until the pipe is ready; the time that is left."""
         waiter = select.poll()
         waiter.register(descriptor, event)
         while True:

@@ -17,8 +17,7 @@ from shoal.environments.graders import after_thinking
 from shoal.environments.settings import JudgeSettings
 from shoal.errors import ScoringFailure
 from shoal.rewards.pool import NotStarted
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Clock, StopToken, SystemClock
 
 PART, ALL_S = "judge.", 600.0
 
@@ -77,7 +76,6 @@ class Panel:
         return tuple(seat.part for seat in self.seats if seat.settings.kind == "openai")
 
     def add(self, groups: Sequence[Sequence[ScoredText]]) -> list[list[Score] | ScoringFailure]:
-        """The scores of each group, or why it has none. The first group is always judged."""
         ends_s = self.clock.monotonic_s() + self.all_s
         results: list[list[Score] | ScoringFailure] = []
         for group in groups:
@@ -126,7 +124,6 @@ def ranks(numbers: Sequence[float]) -> list[float]:
 
 
 def panel_of(judges: Sequence[JudgeSettings], stop: StopToken, device: str = "auto") -> Panel:
-    """The judges of these settings; nothing is loaded or asked yet."""
     seats = []
     for settings in judges:
         if settings.kind == "classifier":

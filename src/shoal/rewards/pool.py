@@ -27,14 +27,13 @@ from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from shoal.environments import Environment, EnvironmentSettings, Score, scoring_of
+from shoal.environments.protocol import score_of
 from shoal.environments.settings import ScoringSettings, inner_of
 from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards import frames
 from shoal.rewards.frames import Channel, ChannelClosed, JobAnswer
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Clock, StopToken, SystemClock, visible
 from shoal.runtime.supervise import describe_exit
-from shoal.runtime.text import visible
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +59,11 @@ class NotStarted(ScoringFailure):
 
 @dataclass(frozen=True)
 class Job:
-    """One completion to be scored: the task's id, and the text that was generated for it."""
+    """`token_ids`: the tokens of the text, if the environment reads them and they are known."""
 
     task: str
     completion: str
+    token_ids: tuple[int, ...] | None = None
 
 
 Scores = list[Score | ScoringFailure]
@@ -97,7 +97,9 @@ class DirectScorer:
         results: dict[Job, Score | ScoringFailure] = {}
         for job in dict.fromkeys(jobs):
             try:
-                results[job] = self.environment.score(self.environment.task(job.task), job.completion)
+                results[job] = score_of(
+                    self.environment, self.environment.task(job.task), job.completion, job.token_ids
+                )
             except EnvironmentSetupError as error:
                 results[job] = ScoringFailure(f"the environment does not know the task: {error}")
             except ScoringFailure as failure:
@@ -120,7 +122,6 @@ class ScoringPatience:
 
 
 def process_count(settings: ScoringSettings) -> int:
-    """The number in the settings, or one for each core that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return settings.processes or min(MOST_PROCESSES, usable)
 
@@ -139,8 +140,6 @@ COMPLETION_CAUSES = frozenset({Cause.TIME, Cause.MEMORY, Cause.CRASH})
 
 
 class Ended(Exception):
-    """The process ended, or must be ended, during a job. `what` completes the sentence "the scoring process …"."""
-
     def __init__(self, cause: Cause, what: str) -> None:
         super().__init__(what)
         self.cause, self.what = cause, what
@@ -156,7 +155,7 @@ class StartFailed(ScoringFailure):
 
 @dataclass(frozen=True)
 class PoolContext:
-    """What all processes share. Each must build an environment with this `digest`."""
+    """Shared by all processes. Each must build an environment with this `digest`."""
 
     settings: EnvironmentSettings
     limits: ScoringSettings
@@ -180,7 +179,6 @@ class ScoringProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start a process without waiting for it."""
         if self._process is not None:
             return
         env = {name: value for name, value in os.environ.items() if name not in SECRETS} | CHILD_ENVIRONMENT
@@ -205,7 +203,6 @@ class ScoringProcess:
             raise
 
     def end(self) -> None:
-        """Kill it and its children; the next `ask` starts another."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -269,7 +266,9 @@ class ScoringProcess:
     def _answers(self, jobs: Sequence[Job]) -> Iterator[Result]:
         within_s, limits, patience = SEND_S, self._ground.limits, self._ground.patience
         try:
-            self._channel.send(frames.Jobs([(job.task, frames.as_bytes(job.completion)) for job in jobs]), within_s)
+            self._channel.send(
+                frames.Jobs([(job.task, frames.as_bytes(job.completion), job.token_ids) for job in jobs]), within_s
+            )
             for _job in jobs:
                 within_s = 60.0 + 3 * limits.seconds if patience.job_s is None else patience.job_s
                 answer = self._channel.receive(within_s)
@@ -290,7 +289,6 @@ class ScoringProcess:
             yield from [ScoringFailure(str(error))] * len(jobs)
 
     def _how_it_ended(self) -> Ended:
-        """After its pipe has closed."""
         assert self._process is not None
         try:
             code = self._process.wait(REAP_S)
@@ -335,7 +333,6 @@ class ScoringPool:
         self._busy = threading.Lock()
 
     def start(self) -> None:
-        """Start the processes early, without waiting; `scores` starts missing ones."""
         try:
             for process in self._processes:
                 process.start()
@@ -351,7 +348,6 @@ class ScoringPool:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def scores(self, jobs: Sequence[Job]) -> Scores:
-        """The score of each job. `DeadlineExceeded` if this process is asked to stop meanwhile."""
         with self._busy:
             try:
                 results = ScoringRound(self._ground, jobs).run(self._processes)
@@ -384,7 +380,6 @@ class ScoringRound:
         return self._results | {job: next(iter(self._unready.values())) for job in self._open}
 
     def _serve(self, process: ScoringProcess) -> None:
-        """Give a process jobs until none is open, or it does not become ready."""
         most = 1
         while jobs := self._next(most):
             if self._is_late():
@@ -416,7 +411,7 @@ class ScoringRound:
         with suppress(IndexError):
             while len(jobs) < max(1, min(most, len(self._open) // 16)) and size < MOST_BYTES:
                 jobs.append(self._open.popleft())
-                size += len(jobs[-1].completion)
+                size += len(jobs[-1].completion) + 5 * len(jobs[-1].token_ids or ())
         return jobs
 
     def _retried(self, process: ScoringProcess, job: Job, cause: Cause) -> Result:
@@ -429,7 +424,7 @@ class ScoringRound:
         about = f"task {job.task}: the scoring process {again.what}"
         if again.cause not in COMPLETION_CAUSES:
             return ScoringFailure(f"{about}, twice")
-        empty = process.ask_alone(Job(job.task, ""))
+        empty = process.ask_alone(Job(job.task, "", None if job.token_ids is None else ()))
         if isinstance(empty, JobAnswer):
             log.info("%s, twice; the completion is worth 0 for it", about)
             return JobAnswer(0.0, {LIMIT_PART: 1.0}, f"scoring it {again.what}".encode())

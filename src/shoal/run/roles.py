@@ -58,13 +58,17 @@ def start_role(name: str, folder: Path | None, verbose: bool) -> StopToken:
 
 
 def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
+    from shoal.dashboard.site import Site
     from shoal.engines.asking import Asking
     from shoal.environments import build, has_dialogues
     from shoal.hub import EvaluationPlan, HubConfig
     from shoal.hub.http.server import run_hub
     from shoal.hub.state.rows import PoolRules
     from shoal.models import model_folder, read_files
+    from shoal.records import FOLDER
     from shoal.run.estimate import announced_size
+    from shoal.run.folder import without_passwords
+    from shoal.runtime.config import dump_config
     from shoal.validator.settings import measurable_kinds, profile_keys
 
     recipe, endpoints = folder.recipe, folder.endpoints
@@ -79,14 +83,17 @@ def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
         folder=folder.path / "hub", run_id=folder.run_id, run=recipe.run,
         settings=recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}), environment=environment,
         encode=asking.ids, frame=asking.encoder.frame() if has_dialogues(environment) else ((), ()),
-        eos_token_id=asking.encoder.tokenizer.eos_token_id, key=folder.key("hub"), root_key=folder.root_key,
+        eos_token_ids=asking.encoder.tokenizer.eos_token_ids, texts=asking.encoder.tokenizer.decode_many,
+        key=folder.key("hub"), root_key=folder.root_key,
         certificates=folder.certificates, sources=endpoints.sources, last_resort=endpoints.last_resort,
         profiles=tuple(kind for kind in kinds if scripted or not kind.startswith("scripted/")),
         measurable=measurable_kinds(recipe.validator, trainer.publish_dtype) if not scripted else (),
         pools=None if retire_after is None else PoolRules(retire_after),
         evaluation=evaluation, model=announced_size(recipe),
     )  # fmt: skip
-    run_hub(config, stop, _ready("the hub"))
+    records = config.folder / FOLDER if recipe.hub.records_gb else None
+    shown = dump_config(without_passwords(recipe))
+    run_hub(config, stop, _ready("the hub"), lambda hub: Site(hub, recipe.dashboard, shown, records))
 
 
 def _origin(folder: RunFolder, _index: int, stop: StopToken) -> None:

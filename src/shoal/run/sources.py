@@ -10,7 +10,7 @@ from pathlib import Path
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, build, require_scoring
 from shoal.environments.data.locating import kind_of
 from shoal.environments.formats import FORMATS
-from shoal.errors import ConfigError, EnvironmentSetupError
+from shoal.errors import ConfigError, EnvironmentSetupError, ShoalError
 from shoal.models import BUILTIN
 from shoal.protocol import PolicyManifest
 from shoal.rewards import ScoringPatience, ScoringPool
@@ -20,7 +20,20 @@ from shoal.runtime import StopToken, ensure_folder, hf, meant
 from shoal.runtime.config import parse_config
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.tree import Tree, manifest_key, parse_label
-from shoal.trainer.folder import MARK, refuse_foreign
+from shoal.trainer.folder import MARK, refuse_foreign, written_files
+
+ROLLOUTS = """---
+tags: [shoal]
+configs:
+- config_name: default
+  data_files: data/*.parquet
+---
+
+# What {model} was trained on
+
+The rollouts of the run {run}, one file a step: prompts, completions, tokens, log-probabilities, rewards, and which
+node generated them. Each was verified before it was trained on.
+"""
 
 
 def export_run(directory: Path, out: Path, best: bool = False, version: int | None = None) -> Path:
@@ -49,6 +62,29 @@ def export_run(directory: Path, out: Path, best: bool = False, version: int | No
     return export_checkpoint(folder.path / "trainer", out, card, recipe.trainer.publish_dtype, manifest_of, which)
 
 
+def push_export(directory: Path, out: Path, name: hf.HubName, private: bool, rollouts: bool) -> Iterator[str]:
+    """Push what an export wrote, the run's metrics and its ledger; with `rollouts`, a data set of them."""
+    from shoal.run.ledger.check import export_ledger
+
+    try:
+        export_ledger(str(directory), directory / "ledger.jsonl")
+    except ShoalError as error:
+        older = "as it was written out before" if (directory / "ledger.jsonl").is_file() else "not at all"
+        yield f"the ledger is pushed {older}: {error}"
+    files: dict[str, Path | bytes] = {file: out / file for file in written_files(out)}
+    files["README.md"] = (out / "README.md").read_bytes().replace(b"path/to/this/folder", name.repo.encode())
+    beside = (directory / "trainer" / "metrics.jsonl", *directory.glob("ledger.jsonl*"))
+    files |= {path.name: path for path in beside if path.is_file()}
+    version = json.loads((out / MARK).read_bytes())["progress"]["version"]
+    run = f"{RunFolder.open(directory).run_id}, version {version}"
+    yield f"pushed {len(files)} files to {hf.push(name, 'model', files, private, run)}"
+    if rollouts:
+        steps = {f"data/{path.name}": path for path in sorted((directory / "trainer" / "rollouts").glob("*.parquet"))}
+        card = ROLLOUTS.format(model=name.repo, run=run).encode()
+        data = hf.HubName(f"{name.repo}-rollouts")
+        yield f"pushed {len(steps)} steps to {hf.push(data, 'dataset', {**steps, 'README.md': card}, private, run)}"
+
+
 @dataclass(frozen=True)
 class ModelSource:
     name: str
@@ -58,8 +94,7 @@ class ModelSource:
 
 @contextmanager
 def model_source(text: str) -> Iterator[ModelSource]:
-    """Of a run's folder the newest policy, named after the folder, because all runs of one recipe have the same
-    `run.name`."""
+    """For a run's folder its newest policy, named after the folder: runs of one recipe have the same `run.name`."""
     path = Path(text).expanduser()
     if (name := hf.parse(text)) is not None:
         found = hf.model(name)

@@ -86,7 +86,6 @@ class ManualClock:
             self._ms += round(seconds * 1000)
 
     def jump(self, seconds: float) -> None:
-        """Set the wall clock, as NTP does; the monotonic clock continues."""
         with self._lock:
             self._jumped_ms += round(seconds * 1000)
 

@@ -52,7 +52,6 @@ def load_config(path: Path, kind: type[M], overrides: Sequence[str] = ()) -> M:
 
 
 def parse_config(text: str, kind: type[M], source: str, overrides: Sequence[str] = ()) -> M:
-    """The model described by TOML `text`; messages call it `source`."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -75,7 +74,6 @@ def dump_config(model: BaseModel) -> str:
 
 
 def _require_none(model: Any, keys: Keys, override: str) -> None:
-    """`section.key=none` is for settings that may be empty. In tables with free keys it removes the key."""
     kind = type(model)
     for index, key in enumerate(keys):
         if isinstance(model, Mapping) or model is None:
@@ -91,7 +89,6 @@ def _require_none(model: Any, keys: Keys, override: str) -> None:
 
 
 def _apply(tables: Tables, override: str) -> Keys:
-    """Put one `section.key=value` into the tables, or remove a key (`=`, or `=none` also if it is absent)."""
     name, equals, text = override.partition("=")
     keys = tuple(part.strip() for part in name.split("."))
     if not equals or len(keys) < 2 or not all(keys):
@@ -144,7 +141,6 @@ def _sentence(problem: ErrorDetails, kind: type[BaseModel], source: str, overrid
 
 
 def _unknown(keys: Keys, kind: type[BaseModel]) -> str:
-    """A message about an unknown key, with the most similar known one."""
     fields: Mapping[str, Any] = kind.model_fields
     for field in (part for part in keys[:-1] if not part.isdecimal()):  # numbers: of several tables in a list
         annotation = getattr(fields.get(field), "annotation", None)

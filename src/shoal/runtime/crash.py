@@ -3,13 +3,12 @@
     SHOAL_CRASH_AT=hub.submit.after_blob        die when this point is reached
     SHOAL_CRASH_AT=hub.submit.after_blob:3      … for the third time in this process
     SHOAL_CRASH_AT=worker.outbox.written,…      several: a process dies at the first of them that it reaches
-    SHOAL_CRASH_FOLDER=/somewhere               a point leaves a file of its name there as it strikes, and strikes only
-                                                once for all processes: what a supervisor starts again lives on
+    SHOAL_CRASH_FOLDER=/somewhere               each point kills only one process: it writes a file of its name there
 
-    code ─► point("hub.submit.after_blob") ─┬─ not asked for: nothing (nor in a process that never calls `arm`)
-                                            └─ asked for: SIGKILL to itself. No handler, no `finally`, no answer.
+    code ─► point("hub.submit.after_blob") ─┬─ not requested, or `arm` was never called: nothing
+                                            └─ requested: SIGKILL to itself. No handler, no `finally`, no answer.
 
-A point that is not placed anywhere, or not named, or that no test can reach, fails a test.
+A test fails for a point that is placed nowhere, not named here, or reached by no test.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ log = logging.getLogger(__name__)
 CRASH_AT = "SHOAL_CRASH_AT"
 CRASH_FOLDER = "SHOAL_CRASH_FOLDER"
 
-# Each names what has just happened. After a commit nobody outside knows of it yet; before it, all of it is lost.
+# Each is named after the last thing done. A crash before a commit loses all of it; after it, no client knows yet.
 POINTS = (
     "hub.start.after_secret", "hub.start.before_commit", "hub.node.before_commit", "hub.node.after_commit",
     "hub.lease.before_commit", "hub.lease.after_commit", "hub.submit.before_blob", "hub.submit.after_blob",
     "hub.submit.before_commit", "hub.submit.after_commit", "hub.audit.before_commit", "hub.audit.after_commit",
     "hub.verdict.before_commit", "hub.verdict.after_commit", "hub.credit.before_commit", "hub.credit.after_commit",
     "hub.ledger.before_commit", "hub.ledger.after_commit", "hub.batch.before_commit", "hub.batch.after_commit",
-    "hub.policy.before_commit", "hub.policy.after_commit", "trainer.step.recorded", "trainer.checkpoint.before_rename",
+    "hub.policy.before_commit", "hub.policy.after_commit", "hub.records.before_write", "hub.records.after_write",
+    "trainer.step.recorded", "trainer.checkpoint.before_rename",
     "trainer.checkpoint.after_rename", "trainer.publish.before_manifest", "trainer.publish.before_head",
     "trainer.publish.before_announce", "trainer.publish.after_announce", "worker.lease.received",
     "worker.outbox.written", "worker.outbox.before_send", "worker.outbox.after_receipt",
@@ -49,7 +49,7 @@ _plan: _CrashPlan | None = None
 
 
 def arm(environment: Mapping[str, str] = os.environ) -> None:
-    """From now on die where the environment says. At the start, so that an unknown name is refused there."""
+    """Read the crash points from the environment. Called at the start, where an unknown name is refused."""
     global _plan
     asked, folder = environment.get(CRASH_AT, ""), environment.get(CRASH_FOLDER, "")
     last = dict(_parse(part.strip()) for part in asked.split(",") if part.strip())
@@ -57,7 +57,6 @@ def arm(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def point(name: str) -> None:
-    """Die here, if this process was told to."""
     if _plan is not None and _plan.is_due(name):
         log.critical("this process kills itself at %s, as %s says", name, CRASH_AT)
         die()
@@ -68,8 +67,6 @@ def die() -> None:
 
 
 class _CrashPlan:
-    """`last`: point → which time that it is reached is its last; `folder` is what processes share."""
-
     def __init__(self, last: Mapping[str, int], folder: Path | None) -> None:
         self._last, self._folder, self._lock = last, folder, threading.Lock()
         self._reached: Counter[str] = Counter()

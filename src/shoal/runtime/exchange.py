@@ -181,7 +181,6 @@ class _Wire:
         return answer
 
     def _receive(self, silence_s: float, limit: Limit) -> bytes:
-        """In slices, to notice a stop and the end of the time."""
         until_s = time.monotonic() + silence_s
         while True:
             self.socket.settimeout(limit.left_s(SLICE_S))

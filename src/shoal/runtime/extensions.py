@@ -35,7 +35,6 @@ def unpinned(value: str) -> str:
 
 
 def file_of(value: str) -> Path | None:
-    """The file that a value names; None if it names none."""
     found = FILE.fullmatch(unpinned(value))
     return Path(found[1]) if found else None
 
@@ -50,8 +49,8 @@ def check_word(kind: str, value: str, known: Iterable[str]) -> str:
 
 
 def pinned(setting: str, kind: str, value: str) -> str:
-    """The value with the SHA-256 of its file, or its distribution and version. One that has them stays as it is, and so
-    does one that names nothing: `resolve` says so."""
+    """The value with the SHA-256 of its file, or its distribution and version. A value that has them, or names nothing
+    (`resolve` refuses it), is returned unchanged."""
     file = file_of(value)
     if PIN.search(value) or (file is None and not entry_points(group=GROUPS[kind], name=value)):
         return value
@@ -61,7 +60,7 @@ def pinned(setting: str, kind: str, value: str) -> str:
 
 
 def resolve(setting: str, kind: str, value: str) -> Callable[..., Any]:
-    """What the value names, a function or a class. `ConfigError` in words if it is not there, or is not the pinned."""
+    """The named function or class; `ConfigError` if it is missing, or differs from the pinned one."""
     found, name, file = PIN.search(value), unpinned(value), file_of(value)
     wanted = found[1] if found else ""
     if file is None:
@@ -101,7 +100,7 @@ def load_file(what: str, file: Path, source: bytes, error_type: type[UserError] 
 
 
 class _GivenSource(SourceFileLoader):
-    """Runs the bytes that were read and hashed. Compiled files are ignored: they may be of another second's source."""
+    """Runs the bytes that were read and hashed. Compiled files are ignored: they may belong to an earlier source."""
 
     def __init__(self, name: str, path: str, source: bytes) -> None:
         super().__init__(name, path)
@@ -116,7 +115,6 @@ class _GivenSource(SourceFileLoader):
 
 @lru_cache(maxsize=16)
 def _module(file: Path, source: bytes) -> ModuleType:
-    """Loaded once: a loss and an advantage of one file share its state."""
     return load_file("the file", file, source)
 
 

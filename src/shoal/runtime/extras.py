@@ -19,12 +19,10 @@ def require(extra: str, what: str) -> None:
 
 
 def of_extra(extra: str) -> str:
-    """As it is written in a shell."""
     return f"'{DISTRIBUTION}[{extra}]'"
 
 
 def missing(extra: str) -> list[str]:
-    """The packages of `extra` that are not installed."""
     try:
         found = map(REQUIREMENT.match, metadata.requires(DISTRIBUTION) or ())
     except metadata.PackageNotFoundError:  # a clone on PYTHONPATH: what is missing is seen at its import

@@ -33,7 +33,7 @@ _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 PRIVATE, PRIVATE_FOLDER = 0o600, 0o700
 POLL_S = 0.1  # between two looks at a lock
-FULL_BYTES = 16 * 1024  # with less a log line or a page of a database may not fit any more
+FULL_BYTES = 16 * 1024  # with less free space, a log line or a database page may not fit
 
 
 def resource_error(action: str, path: Path, error: Exception) -> ResourceError:
@@ -123,8 +123,6 @@ def home() -> Path:
 
 
 class FolderLock:
-    """Held from `acquire` to `release` (or the end of the process). The file contains the pid of the holder."""
-
     def __init__(self, folder: Path) -> None:
         self._path, self._descriptor = folder / ".lock", -1
 

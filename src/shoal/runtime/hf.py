@@ -238,6 +238,38 @@ def _downloaded(name: HubName, kind: Kind, choose: Choose) -> Snapshot:
     return Snapshot(pinned, folder, tuple(chosen))
 
 
+def check_push(text: str) -> HubName:
+    """The repository that is to be pushed to. That somebody is logged in is asked before there is work to lose."""
+    found = NAME.fullmatch(text)
+    if not found or any(found[part] for part in ("revision", "part", "digest")):
+        raise UserError(f"--push {text}: give the name of a repository, ORG/NAME")
+    name = HubName(found["repo"])
+    if IS_OFFLINE:
+        raise UserError(f"--push {text}: HF_HUB_OFFLINE is set: unset it, or export without --push")
+    with _spoken(name, "model", "push"):
+        from huggingface_hub import HfApi
+
+        HfApi().whoami()
+    return name
+
+
+def push(name: HubName, kind: Kind, files: Mapping[str, Path | bytes], private: bool, message: str) -> str:
+    """One commit of exactly these files, in a repository that is made if it is not there; returns its address. Files
+    that are there and not among these stay."""
+    what, error_type = KINDS[kind]
+    with _spoken(name, kind, "push"):
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        api = HfApi()
+        api.create_repo(name.repo, repo_type=kind, private=private, exist_ok=True)
+        if private and not api.repo_info(name.repo, repo_type=kind, timeout=ASKING_S).private:
+            remedy = "make it private in its settings, choose another name, or leave out --private"
+            raise error_type(f"the {what} {name.repo} is there already, and public: {remedy}")
+        added = [CommitOperationAdd(path, data) for path, data in sorted(files.items())]
+        api.create_commit(name.repo, added, repo_type=kind, commit_message=message)
+    return f"{endpoint()}/{'datasets/' * (kind == 'dataset')}{name.repo}"
+
+
 def _check_files(repository: Repository, files: Collection[str], small: bool = False) -> None:
     """Before anything is written: names that stay in the folder, not too many, no texts without end."""
     if len(files) > MOST_FILES:
@@ -260,7 +292,7 @@ def _check_room(name: HubName, wanted: int) -> None:
 
 
 @contextmanager
-def _spoken(name: HubName, kind: Kind) -> Iterator[None]:
+def _spoken(name: HubName, kind: Kind, verb: str = "download") -> Iterator[None]:
     """The library on the network, whatever `models/locked` has set, and its errors as one line with the remedy."""
     from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -273,18 +305,20 @@ def _spoken(name: HubName, kind: Kind) -> Iterator[None]:
     except ShoalError:
         raise
     except Exception as error:  # the library raises its own, those of two HTTP clients, and the system's
-        raise _refusal(name, kind, error) from error
+        raise _refusal(name, kind, verb, error) from error
     finally:
         constants.HF_HUB_OFFLINE = before
 
 
-def _refusal(name: HubName, kind: Kind, error: Exception) -> ShoalError:
+def _refusal(name: HubName, kind: Kind, verb: str, error: Exception) -> ShoalError:
     from huggingface_hub import errors
 
     (what, error_type), at = KINDS[kind], endpoint()
     status = getattr(getattr(error, "response", None), "status_code", None)
     page = f"{at}/{'datasets/' * (kind == 'dataset')}{name.repo}"
     token = "log in (hf auth login), or set HF_TOKEN to a token"
+    if verb == "push" and (status == 401 or isinstance(error, errors.LocalTokenNotFoundError)):
+        return UserError(f"cannot push {name.repo} to {at}, which does not know you: {token} that may write there")
     if isinstance(error, errors.GatedRepoError):
         return error_type(f"the {what} {name.repo} is gated: accept its terms at {page}, then {token} of that account")
     if isinstance(error, errors.RevisionNotFoundError):
@@ -296,7 +330,10 @@ def _refusal(name: HubName, kind: Kind, error: Exception) -> ShoalError:
     if status == 403:
         return error_type(f"{at} does not allow this for the {what} {name.repo} (HTTP 403): {token} that may")
     if isinstance(error, OSError) and error.errno and not isinstance(error, errors.HfHubHTTPError | ConnectionError):
-        return resource_error(f"download {name} to", cache_folder(), error)
+        return resource_error(f"{verb} {name} to", cache_folder(), error)
     said = printable(str(error).strip().partition("\n")[0])[:200] or type(error).__name__
-    remedy = "try again, check the connection (and HF_ENDPOINT), or give a folder that has it"
-    return ResourceError(f"cannot download the {what} {name} from {at} ({said}): {remedy}")
+    or_else = "; the export is whole" if verb == "push" else ", or give a folder that has it"
+    remedy = "try again, or check the connection (and HF_ENDPOINT)"
+    return ResourceError(
+        f"cannot {verb} the {what} {name} {'to' if verb == 'push' else 'from'} {at} ({said}): {remedy}{or_else}"
+    )

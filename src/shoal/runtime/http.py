@@ -1,14 +1,14 @@
 """A small HTTP/1.1 server for hostile networks: h11 parses, asyncio carries, `answer` answers.
 
-    accepted ─► of its client too many, or of all: 429 or 503, closed
+    accepted ─► too many connections of this client (429) or in all (503): closed
        │
        ▼
     head ──(10 s, 16 KiB)──► request ──► answer ──(read at a floor)──► idle ──(75 s)──► closed
 
 A slow sender of heads and a reader that does not read cost one connection each, for a bounded time and number of bytes.
-A body has to come above a floor once it is asked for. Of a body that nobody asked for, and of what follows a request,
-no more than one piece is read before there is an answer. `OpenConnections` looks at all of their times now and then.
-A file is sent by the kernel (`sendfile`), within a time that follows from its size.
+A body must arrive faster than a floor once `answer` reads it. Before the answer, at most one piece of an unread body or
+of the next request is read. `OpenConnections` checks the times of all connections. A file is sent by the kernel
+(`sendfile`), within a time that follows from its size.
 """
 
 from __future__ import annotations
@@ -64,19 +64,17 @@ class Reply:
 
 
 class HttpRequest:
-    """A request: its head, its body as it comes, and what becomes known of its sender."""
-
     def __init__(self, method: str, target: str, headers: Mapping[str, str], peer: str, body: bytes | None = None):
         self.method, self.target, self.headers, self.peer = method, target, headers, peer
         path, _, self.query = target.partition("?")
         self.path = unquote(path)
         self.number = token_hex(8)
         self.route = "other"
-        self.client = ""  # the address as limits count it; empty: nobody's
+        self.client = ""  # the address as limits count it; empty: not limited
         self.node = ""  # only once it is proven
         self.code = ""  # of the refusal, if it is one
-        self.waited_s = 0.0  # in a long poll, for something to happen
-        self.sender, self.body_bytes = "", 0  # who the bytes in memory are counted under
+        self.waited_s = 0.0  # in a long poll
+        self.sender, self.body_bytes = "", 0  # `sender`: the account of the bytes in memory
         self.is_complete, self.is_gone = body is not None, False
         self.want: Callable[[], None] = lambda: None  # lets the connection read on
         self._parts = [body] if body else []
@@ -99,12 +97,12 @@ class HttpRequest:
             self._came.set_result(None)
 
     async def wait_for(self, happening: asyncio.Future[None]) -> None:
-        """Until it happens, or something of this request comes, such as its end (`is_gone`)."""
+        """Wait for `happening`, or for a part or the end of this request (`is_gone`)."""
         self._came = asyncio.get_running_loop().create_future()
         await asyncio.wait([happening, self._came], return_when=asyncio.FIRST_COMPLETED)
 
     async def read(self) -> bytes:
-        """What came since the last call; nothing at the end. Raises `ConnectionError` if the rest will not come."""
+        """The bytes received since the last call; empty at the end. `ConnectionError` if the peer closed before."""
         while not self._parts and not self.is_complete:
             if self.is_gone:
                 raise ConnectionError("the connection was closed")
@@ -115,8 +113,8 @@ class HttpRequest:
         return b"".join(parts)
 
     async def body(self, most_bytes: int, taken: Callable[[int, int], None]) -> bytes:
-        """All of it; never more than `most_bytes` are in memory (`OverflowError`). It has to come above a floor
-        (`TimeoutError`). `taken` is told the bytes of each part, and of the body so far."""
+        """The whole body: at most `most_bytes` (`OverflowError`), faster than a floor (`TimeoutError`). `taken` gets
+        the bytes of each part, and of the body so far."""
         declared, began_s, body = self.headers.get("content-length", ""), time.monotonic(), bytearray()
         if declared.isdigit() and int(declared) > most_bytes:
             raise OverflowError
@@ -139,8 +137,8 @@ class HttpRequest:
 
 @dataclass
 class OpenConnections:
-    """All open connections of one server, and what they share. `client_of` says whom an address counts under; "" has
-    any number. `refused` is told the code of each connection that was one too many, or spoke no HTTP."""
+    """The open connections of one server, and what they share. `client_of` maps an address to the client whose limit it
+    counts for; "" has no limit. `refused` is called with the code of each refused connection."""
 
     answer: Callable[[HttpRequest], Awaitable[Reply]]
     refused: Callable[[str], None]
@@ -156,7 +154,7 @@ class OpenConnections:
         self, listener: socket.socket, ended: Callable[[], bool], on_ready: Callable[[], None],
         on_end: Callable[[], None] = lambda: None, drain_s: float = 0.0,
     ) -> None:  # fmt: skip
-        """Until `ended()`; then answer what is in flight, for `drain_s` at most. `on_end` lets held requests go."""
+        """Serve until `ended()`; then answer running requests for at most `drain_s`. `on_end` releases held ones."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: HttpConnection(self), sock=listener, backlog=BACKLOG)
         watching = asyncio.create_task(self.watch())
@@ -180,7 +178,6 @@ class OpenConnections:
                 each.check(now_s)
 
     async def drain(self, within_s: float) -> None:
-        """Answer what is in flight, and close."""
         self.stopping, end_s = True, time.monotonic() + within_s
         while self.open:
             for each in list(self.open):
@@ -193,11 +190,11 @@ class HttpConnection(asyncio.Protocol):
         self._all = connections
         self._is_continued = self._is_last = False
         self._begin_parsing()
-        self._client: str | None = None  # whom it is counted under; None: not admitted
+        self._client: str | None = None  # whose limit it counts for; None: not admitted
         self._request: HttpRequest | None = None
         self._task: asyncio.Task[None] | None = None
-        self._waits, self._since_s = "head", time.monotonic()  # for what: head, answer, file, rest (of a body), idle
-        self._unread: tuple[int, float] | None = None  # bytes of answers not taken yet, and when that was looked at
+        self._waits, self._since_s = "head", time.monotonic()  # one of: head, answer, file, rest (of a body), idle
+        self._unread: tuple[int, float] | None = None  # bytes of answers not read yet, and when measured
         self._is_full = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -208,7 +205,7 @@ class HttpConnection(asyncio.Protocol):
         if len(shared.open) >= shared.in_all:
             self._refuse(503, "hub.busy", "the server has as many connections as it can hold")
         elif client and shared.by_client[client] >= shared.per_client:
-            self._refuse(429, "rate.connections", "your address has as many connections as it may have: close some")
+            self._refuse(429, "rate.connections", "your address has too many connections: close some")
         else:
             self._client = client
             shared.by_client[client] += 1
@@ -240,7 +237,6 @@ class HttpConnection(asyncio.Protocol):
         self._waits, self._since_s = what, time.monotonic()
 
     def _read_on(self) -> None:
-        """Take what has been received apart, as far as the request that is being answered allows."""
         try:
             while self._take(self._parser.next_event()):
                 pass
@@ -251,7 +247,6 @@ class HttpConnection(asyncio.Protocol):
                 self._refuse(error.error_status_hint, "http.malformed", "this is no HTTP/1.1 request")
 
     def _take(self, event: object) -> bool:
-        """Whether more may be taken now."""
         request = self._request
         if isinstance(event, h11.Request):
             self._begin(event)
@@ -325,7 +320,7 @@ class HttpConnection(asyncio.Protocol):
                 raise ConnectionAbortedError("the file became shorter meanwhile")
 
     def _next(self) -> None:
-        """Begin the next request once the last is answered, its body is here, and its answer on its way."""
+        """Begin the next request after the answer to the last one was written and its body was received."""
         if self._waits != "rest" or self._is_full or self._transport.is_closing():
             return
         if self._is_last or self._parser.their_state is h11.MUST_CLOSE:
@@ -347,7 +342,6 @@ class HttpConnection(asyncio.Protocol):
         self._is_continued = self._is_last = False
 
     def check(self, now_s: float) -> None:
-        """Cut it if it has had its time."""
         left_bytes, waited_s, is_stuck = self._transport.get_write_buffer_size(), now_s - self._since_s, False
         if not left_bytes:
             self._unread = None
@@ -367,7 +361,6 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
 
     def _refuse(self, status: int, code: str, sentence: str) -> None:
-        """Before there is a request that could be answered."""
         self._all.refused(code)
         body = f'{{"code":"{code}","message":"{sentence}"}}'
         head = f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -375,7 +368,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport.close()
 
     def _cut(self) -> None:
-        """End it now. Without lingering: the system would keep what nobody reads for minutes, megabytes of it."""
+        """Abort the connection without lingering: the system would keep megabytes of unread data for minutes."""
         if self._waits == "file" and self._task is not None:
             self._task.cancel()
         connected = self._transport.get_extra_info("socket")

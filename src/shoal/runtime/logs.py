@@ -56,13 +56,10 @@ def setup(role: str, file: Path | None, verbose: bool = False, stderr: bool = Tr
 
 
 class _LogFile(logging.FileHandler):
-    """An error in writing the log must not show a traceback on the terminal."""
-
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
 
 def is_verbose() -> bool:
-    """Whether --debug or SHOAL_DEBUG=1 asks for tracebacks and more log."""
     return os.environ.get("SHOAL_DEBUG", "") not in ("", "0")

@@ -1,9 +1,8 @@
-"""metrics.jsonl: one JSON line per step. Row *n* tells of version *n* (`held_out`) and of the step trained from it.
+"""metrics.jsonl: one JSON line per step. Row *n* describes version *n* (`held_out`) and the step trained from it.
 
-A row is on the disk before the checkpoint that follows it. A resume at version *c* drops the rows from *c* on (their
-steps are trained again), so that no step is missing or counted twice. What row *c* said of version *c* itself stays
-(`keep`): the checkpoint is that version, and nobody may measure it a second time. What is measured later is added
-(`amend`).
+A row is on the disk before the checkpoint that follows it. A resume at version *c* drops the rows from *c* on, whose
+steps are trained again. The values in row *c* that describe version *c* itself are kept (`keep`), since a version is
+measured once. Later measurements are added (`amend`).
 """
 
 import contextlib
@@ -22,10 +21,9 @@ log = logging.getLogger(__name__)
 class MetricsLog:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._begun: dict[str, float] = {}  # the row that a rewind left in part; always the last one
+        self._begun: dict[str, float] = {}  # the part of the last row that a rewind kept
 
     def append(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Write the row of a step; returns it with what a rewind kept."""
         if self._begun.get("step") == step:
             row = {**self._begun, **metrics}
             self._rewrite([*(old for old in self.rows() if old["step"] < step), row])

@@ -16,11 +16,11 @@ from shoal.protocol.node import LINK_MBIT
 
 DERIVED = "if not set, by the model's size (`shoal plan`); of a small one"
 MARGIN = 1.5  # above what a transfer or a computation should take
-FIRST_LEASE = 4  # how often `lease_s` a worker has for its first group (hub/state/leases.py)
+FIRST_LEASE = 4  # a worker has this multiple of `lease_s` for its first group (hub/state/leases.py)
 CLAIM_S = 20.0  # what one claim of several audits should take; a single one may take longer
-HELD_BYTES = 48 * 10**9  # payloads on a validator's disk, up to which more are kept than are needed
+HELD_BYTES = 48 * 10**9  # if more payloads than needed take more than this, a validator keeps only the needed ones
 CHECKPOINT_S = 60.0  # of writing checkpoints for every step, on average
-LITTLE_S = 600.0  # of a whole run: what one machine does in so long needs no second one
+LITTLE_S = 600.0  # one machine is enough for work that takes it at most this long in the whole run
 TWO_CHECKPOINTS_BYTES = 240 * 10**9
 
 
@@ -136,7 +136,7 @@ def validators_needed(size: RunSize, tokens: float, steps: int, processes: int, 
 
 
 def machines_needed(alone_s: float, step_s: float, steps: int) -> int:
-    """How many machines do within `step_s` what one does in `alone_s`; one, if the total is short."""
+    """How many machines finish within `step_s` the work of one in `alone_s`; 1 if the run's total is short."""
     return 1 if alone_s * steps <= LITTLE_S else ceil(alone_s / step_s)
 
 
@@ -152,8 +152,7 @@ def open_settings(settings: BaseModel) -> tuple[str, ...]:
 
 
 def kept_when_finished(max_staleness: int) -> int:
-    """The versions that a finished run's origin keeps: the last one, and all that the last step's groups may have
-    used."""
+    """How many versions the origin of a finished run keeps: the last, and all that the last step could use."""
     return max_staleness + 2
 
 
@@ -163,6 +162,5 @@ def policies_loaded(held: int, model_bytes: int, memory_bytes: int) -> int:
 
 
 def _at_least(least: float, *seconds: float) -> float:
-    """Rounded up to tens of seconds, at least the value for small models."""
     most = max(seconds)
     return least if most <= least else 10.0 * ceil(most / 10)

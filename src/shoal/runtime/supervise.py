@@ -33,10 +33,10 @@ from shoal.runtime.stop import STOPPED_CODE, SUPERVISED, StopToken
 log = logging.getLogger(__name__)
 
 HOPELESS_CODES = (2, 3, 5)  # see errors.py: the same would happen again
-SHUT_OUT_CODE = 6  # see errors.py: banned or suspended, which the run can do without
+SHUT_OUT_CODE = 6  # see errors.py: banned or suspended; the run can continue without it
 POLL_S = 0.1
 TAIL_BYTES = 4096
-ORPHAN_S = 10.0  # what a process without its supervisor has to end in
+ORPHAN_S = 10.0  # for a process to end after its supervisor has ended
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,6 @@ class _Child:
 
 
 class Supervisor:
-    """Keeps processes alive until one of them ends the run, or `stop` is set."""
-
     def __init__(
         self, specs: Sequence[ProcessSpec], stop: StopToken, processes_file: Path,
         policy: RestartPolicy = RestartPolicy(),
@@ -152,7 +150,6 @@ class Supervisor:
         return {child.spec.name: child.process.pid for child in self._children if child.process is not None}
 
     def processes(self) -> list[ProcessView]:
-        """Every process in the order of the specs, as of the last `poll`."""
         return [child.view(time.monotonic()) for child in self._children]
 
     def shut_down(self) -> None:
@@ -196,7 +193,6 @@ class Supervisor:
         self._record()
 
     def _ended(self, child: _Child, code: int) -> Ending | None:
-        """The exit of a child ends the run, or leads to a restart, or to nothing."""
         spec, now_s, policy = child.spec, time.monotonic(), self._policy
         lived_s, child.changed_s = now_s - child.changed_s, now_s
         assert child.process is not None
@@ -239,7 +235,6 @@ class Supervisor:
 
 
 def describe_exit(code: int) -> str:
-    """An exit status in words: `was killed by SIGKILL`, `ended with exit code 1`."""
     if code >= 0:
         return "was told to stop by somebody" if code == STOPPED_CODE else f"ended with exit code {code}"
     known = -code in set(signal.Signals)
@@ -278,7 +273,6 @@ def follow_supervisor(stop: StopToken) -> None:
 
 
 def close_standard_input() -> None:
-    """From now on nothing in this process can read from a terminal or a pipe."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -1,4 +1,4 @@
-"""Where a hub may send this machine: to no address that is nearer to it than the hub itself.
+"""Which addresses a hub may name for this machine to connect to: none that is nearer to this machine than the hub.
 
     hub at …            may name targets at …
     a public address    public addresses
@@ -10,8 +10,8 @@ Otherwise a hub, which anyone may run, could reach what only this machine can re
 metadata service of a cloud. This machine's own addresses count as loopback, and IPv6 addresses of its own link (/64) as
 private although they are global, because firewalls let this machine reach them and the hub knows the prefix.
 
-The hub's nearness is that of the address that answered. A name is resolved once, and the checked address is used;
-redirects are not followed. Addresses that the user gave are not checked.
+The hub's nearness is that of the address that answered. A name is resolved once, and the checked address is used.
+Redirects are not followed. Addresses that the user gave are not checked.
 
 Proxies are named by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY; this machine's own addresses are never reached
 through one. A proxy resolves names itself, so behind it only numeric addresses can be checked.
@@ -108,7 +108,6 @@ def is_own(host: str) -> bool:
 
 
 def proxy_of(url: str) -> Proxy | None:
-    """The proxy for a URL by this process's environment; None: connect directly."""
     parts = urlsplit(url)
     host, known = parts.hostname or "", getproxies_environment()
     given = known.get(parts.scheme) or known.get("all")
@@ -151,8 +150,7 @@ class Nearness(IntEnum):
         return self.name.lower().replace("_", "-")
 
 
-class TargetRefused(OSError):
-    """A hub named an address that it may not send this machine to."""
+class TargetRefused(OSError): ...
 
 
 _PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
@@ -162,7 +160,6 @@ _RESERVED = ("192.88.99.0/24", "2001::/32", "2002::/16", "3fff::/20", "192.0.0.0
 
 
 def nearness(address: str) -> Nearness:
-    """Of a numeric address."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or (ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else None)
@@ -199,7 +196,7 @@ def _source_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | 
 
 @dataclass(frozen=True)
 class Reach:
-    """What a hub at a certain nearness may name. `given` are (host, port) that the user named: not checked."""
+    """The addresses that a hub of nearness `nearest` may name. `given`: (host, port) of the user's, not checked."""
 
     nearest: Nearness
     given: frozenset[tuple[str, int]] = frozenset()
@@ -221,7 +218,6 @@ PUBLIC_ONLY = Reach(Nearness.PUBLIC)
 
 
 def own_address() -> str:
-    """This machine's address, as others on its network reach it."""
     return str(_source_of("192.0.2.1") or "127.0.0.1")
 
 
@@ -261,7 +257,6 @@ def nearness_of_hub(url: str, peer: str | None) -> Nearness:
 
 
 def addresses(host: str, port: int, reach: Reach | None) -> list[str]:
-    """The addresses of a host that may be used; `OSError` without one."""
     try:
         entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:

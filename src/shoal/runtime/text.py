@@ -1,6 +1,5 @@
-"""Text from others (hubs, nodes, sources, model files), made safe for a terminal and a log: it cannot move the cursor,
-set a title, change the direction of the line, begin another line, or fill a disk. Logs are cleaned in `runtime.logs`,
-errors in `cli.main`."""
+"""Untrusted text (of hubs, nodes, sources, model files), made safe for a terminal and a log: one line of visible
+characters of limited length. `runtime.logs` applies it to logs, `cli.main` to errors."""
 
 import json
 import os

@@ -62,7 +62,6 @@ class SeedCheck:
 def check_seeded(
     uniforms_T: Floats, low_T: Floats, high_T: Floats, logprobs_T: Logprobs, tolerance: SeedTolerance | None = None
 ) -> SeedCheck:
-    """Check one sequence, or several laid end to end."""
     limits = tolerance or SeedTolerance()
     if uniforms_T.ndim != 1 or any(values_T.shape != uniforms_T.shape for values_T in (low_T, high_T, logprobs_T)):
         raise ValueError("uniforms, interval ends and log-probabilities must be vectors of one length")

@@ -18,7 +18,6 @@ def cumulative(logits_BV: npt.NDArray[np.float32], temperature: float) -> tuple[
 def sample(
     logits_BV: npt.NDArray[np.float32], uniforms_B: Floats, temperature: float
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """The token whose interval contains u, and its log-probability, for each row."""
     probabilities_BV, cdf_BV = cumulative(logits_BV, temperature)
     tokens_B = (cdf_BV <= uniforms_B[:, None]).sum(axis=1)
     chosen_B = np.take_along_axis(probabilities_BV, tokens_B[:, None], axis=1)[:, 0]
@@ -28,7 +27,6 @@ def sample(
 def intervals(
     logits_BV: npt.NDArray[np.float32], tokens_B: npt.NDArray[np.int64], temperature: float
 ) -> tuple[Floats, Floats, npt.NDArray[np.float32]]:
-    """The interval [low, high) of each token, and its log-probability."""
     probabilities_BV, cdf_BV = cumulative(logits_BV, temperature)
     column_B1 = tokens_B[:, None]
     high_B = np.take_along_axis(cdf_BV, column_B1, axis=1)[:, 0]

@@ -24,7 +24,6 @@ LOWEST_MAXIMUM, LOWEST_SCORE = -1e30, -800.0
 
 
 def usable(logits_NV: Tensor) -> bool:
-    """Whether these kernels can be used; if not, plain torch gives the same results."""
     return logits_NV.device.type == "cuda" and logits_NV.shape[0] > 0 and compiles(logits_NV.device)
 
 
@@ -57,7 +56,6 @@ def token_statistics(logits_NV: Tensor, tokens_N: Tensor, inverse_N: Tensor) -> 
 
 
 def sample(logits_NV: Tensor, uniforms_N: Tensor, inverse_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Token and log-probability: the first token whose running sum exceeds u times the total."""
     blocks = _KernelBlocks(logits_NV, inverse_N)
     total_N = blocks.total_N
     # u < 1, but the product may round up to the total, which no running sum exceeds.
@@ -97,12 +95,10 @@ class _KernelBlocks:
         return torch.where(block_N == 0, torch.zeros_like(sums_N), sums_N)
 
     def within(self, block_N: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the weights before a token inside its block, and the token's own weight."""
         found = self._one_block(block_N, tokens_N.double(), find=False)
         return found[0], found[1]
 
     def find(self, block_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The token of a block whose running sum is the first above the target, and its weight."""
         scale_N = self._scale_NK.gather(1, block_N[:, None])[:, 0]
         found = self._one_block(block_N, target_N / scale_N, find=True)
         return found[0].long(), found[1]

@@ -23,8 +23,6 @@ LOWEST = -800.0
 
 
 class Draw(NamedTuple):
-    """Sampled tokens (int64) and their log-probabilities (float32), one per row."""
-
     tokens: Tensor
     logprobs: Tensor
 
@@ -50,7 +48,6 @@ def sample(logits_NV: Tensor, uniforms_N: Tensor, temperature: float | Tensor) -
 
 
 def token_statistics(logits_NV: Tensor, tokens_N: Tensor, temperature: float | Tensor = 1.0) -> TokenStatistics:
-    """Interval, log-probability, entropy and varentropy of tokens; `temperature` may differ by row."""
     inverse_N = _inverse_temperature(logits_NV, temperature)
     if kernels.usable(logits_NV):
         return TokenStatistics(*kernels.token_statistics(logits_NV.float(), tokens_N, inverse_N))
@@ -65,7 +62,6 @@ def _inverse_temperature(logits_NV: Tensor, temperature: float | Tensor) -> Tens
 
 
 def _in_tiles(tile: Callable[..., tuple[Tensor, ...]], logits_NV: Tensor, *others: Tensor) -> list[Tensor]:
-    """Apply a function of rows; on a CPU to few rows at a time."""
     rows = max(1, CPU_TILE_ELEMENTS // max(1, logits_NV.shape[1])) if logits_NV.device.type == "cpu" else 2**31
     split = (torch.split(tensor, rows) for tensor in (logits_NV, *others))
     tiles = [tile(*part) for part in zip(*split, strict=True)]

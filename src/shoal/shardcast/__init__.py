@@ -1,15 +1,7 @@
 """Broadcast of large payloads over plain HTTP: signed, verified chunk by chunk, resumable. Works alone, without torch.
 
-    Origin, OriginSettings, Content      publish a version into a folder, atomically: tensors, a file, a folder
-    run_origin                           serve that folder
-    run_relay, RelayConfig               mirror an origin or another relay, verifying, and serve it on
-    Downloader, DownloadSettings, Payload, Progress   fetch a version from several sources
-    Prefetch                             fetch every new version in the background
-    SourceScores                         which source to ask next
-    digest_of                            the digest that publishing would sign
-
-Alone (the folder could as well be served by nginx, a bucket or `python -m http.server`, whose log then shows requests
-for `/have/…`, which it does not know: clients ask, and do without):
+The folder could as well be served by nginx, a bucket or `python -m http.server` (whose log then shows requests for
+`/have/…`, which only relays answer).
 
     from pathlib import Path
     from threading import Thread

@@ -28,9 +28,8 @@ from blake3 import blake3
 
 from shoal.errors import DeltaRefused, ManifestRefused, ResourceError
 from shoal.protocol import Chunk, PolicyManifest, PolicyRef
+from shoal.runtime import MachineLimits, ensure_folder, open_in_place, resource_error, show_bytes, write_atomically
 from shoal.runtime.extras import require
-from shoal.runtime.files import ensure_folder, open_in_place, resource_error, write_atomically
-from shoal.runtime.limits import MachineLimits, show_bytes
 from shoal.shardcast.lookup import Route, Step
 from shoal.shardcast.manifest import read_manifest
 from shoal.shardcast.payload import Payload, open_payload, os_errors, read_fully
@@ -117,7 +116,6 @@ class PayloadCache:
             self._verified[digest] = manifest
 
     def forget_unused(self, ref: PolicyRef) -> None:
-        """Remove a manifest without any chunk: it may be large."""
         if not any(path.stat().st_blocks for path in self._files_of(ref.digest) if path.suffix != ".json"):
             self._forget(ref.digest)
 
@@ -220,7 +218,6 @@ class PayloadCache:
         raise ResourceError(f"{what}, and {show_bytes(most)} are allowed in {self._folder}: allow more (--max-disk)")
 
     def _digests(self) -> Iterator[str]:
-        """The digests of all files here; a delta belongs to the version that it makes."""
         for path in self._folder.glob("*.*"):
             name = path.name.partition(".")[0]  # a digest, or a delta's two
             if len(name) >= 64:
@@ -230,7 +227,6 @@ class PayloadCache:
         return [*self._folder.glob(f"{digest}.*"), *self._folder.glob(f"*-{digest}.*")]
 
     def _used_bytes(self, digests: Iterable[str]) -> int:
-        """Bytes on disk; an incomplete part is sparse."""
         return sum(path.stat().st_blocks * 512 for digest in set(digests) for path in self._files_of(digest))
 
     def _forget(self, digest: str) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -47,7 +47,6 @@ class Throttle:
         self._filled_at_s, self._lock = float("-inf"), threading.Lock()
 
     def take(self, size_bytes: int, now_s: float) -> float:
-        """Note received bytes; returns how long to wait."""
         with self._lock:
             gained = (now_s - self._filled_at_s) * self.rate_bytes_s
             self._level_bytes = min(self._full_bytes, self._level_bytes + gained) - size_bytes
@@ -98,8 +97,6 @@ class PoolSettings:
 
 
 class Answer(NamedTuple):
-    """The head of an answer; its body of `size_bytes` is not read yet."""
-
     status: int
     size_bytes: int
     keep_alive: bool
@@ -126,10 +123,6 @@ class Address:
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or not plain:
             raise ConfigError(f"the source {source!r} is not a URL such as http://host:8471")
         return cls(parts.scheme == "https", parts.hostname, port, prefix)
-
-
-def parse_headers(lines: Iterable[str]) -> dict[str, str]:
-    return {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 class Connection:
@@ -161,7 +154,6 @@ class Connection:
         return self._ask(target, deadline)
 
     def read_into(self, buffer: memoryview, deadline: Deadline, hasher: blake3 | None = None) -> None:
-        """Fill `buffer`, which has the size of the body, and hash the bytes as they arrive."""
         assert self._answer is not None
         assert buffer.nbytes == self._answer.size_bytes
         hashed = 0
@@ -187,7 +179,6 @@ class Connection:
         return bytes(body)
 
     def drain(self, deadline: Deadline) -> None:
-        """Skip the body; before a large one the connection is closed."""
         if self._answer is not None and self._answer.size_bytes <= MAX_DRAINED_BYTES:
             self.read(MAX_DRAINED_BYTES, deadline)
         else:
@@ -235,7 +226,7 @@ class Connection:
         status = rest[:3]
         if version not in ("HTTP/1.0", "HTTP/1.1") or not (status.isascii() and status.isdigit() and len(status) == 3):
             raise self._broken("does not speak HTTP/1.1")
-        headers = parse_headers(lines)
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         size = headers.get("content-length", "")
         if not (size.isascii() and size.isdigit() and len(size) <= 18) or "transfer-encoding" in headers:
             raise self._broken("does not say how long its answer is; a source must send Content-Length")
@@ -292,8 +283,6 @@ class Connection:
 
 
 class Connections:
-    """Used by one thread at a time."""
-
     def __init__(self, stop: StopToken, timeouts: Timeouts) -> None:
         self._stop, self._timeouts = stop, timeouts
         self._connections: dict[str, Connection] = {}

@@ -60,8 +60,6 @@ def chunk_of(data: memoryview) -> Chunk:
 
 @dataclass(frozen=True)
 class FileSpan:
-    """A file on disk, which must not change while it is published."""
-
     path: Path
     size_bytes: int
     changed_ns: int
@@ -130,7 +128,6 @@ class Content:
         return self.entries[-1].offset + self.entries[-1].size_bytes if self.entries else 0
 
     def part(self, offset: int, size: int, scratch: memoryview) -> memoryview:
-        """A part of the payload: a view if it is in one piece of memory, else a copy in `scratch`."""
         index = bisect_right(self._offsets, offset) - 1
         inside, span = offset - self._offsets[index], self._spans[index]
         if isinstance(span, memoryview) and inside + size <= span.nbytes:
@@ -146,7 +143,6 @@ class Content:
         return scratch[:size]
 
     def check_unchanged(self) -> None:
-        """Raise `BroadcastError` if a file has changed since it was opened."""
         for span in (span for span in self._spans if isinstance(span, FileSpan)):
             with os_errors("read", span.path):
                 status = span.path.stat()
@@ -166,7 +162,6 @@ class Content:
 
 
 def digest_of(files: Mapping[str, bytes], tensors: Sequence[TensorView], chunk_size_bytes: int | None = None) -> str:
-    """The digest that publishing these files and tensors would sign."""
     content = Content.of(files, tensors)
     size = chunk_size_bytes or chunk_size_for(content.size_bytes)
     return content_digest(content.entries, size, tuple(content.chunks(size, chunk_of)))

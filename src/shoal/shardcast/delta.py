@@ -63,8 +63,6 @@ SIGNED: dict[int, npt.DTypeLike] = {1: np.int8, 2: np.int16, 4: np.int32}
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the payload that is compared at once: its place, and the width of one value in bytes."""
-
     offset: int
     size_bytes: int
     width: int
@@ -94,7 +92,6 @@ def blocks_of(entries: Sequence[Entry]) -> Iterator[Block]:
 
 
 def encode_block(old: memoryview, new: memoryview, width: int, fast: bool = False) -> bytes:
-    """The delta of one block; both views have the same size. `fast`: by the compiled loop."""
     was, now = (np.frombuffer(data, SIGNED[width]) for data in (old, new))
     gaps, codes = _compare_fast(was, now) if fast else _compare(was, now)
     if gaps.size == 0:
@@ -154,7 +151,6 @@ def open_delta(file: BinaryIO) -> BinaryIO:
 
 
 def _compare(was: Bits, now: Bits) -> tuple[Integers, Integers]:
-    """The gaps before the values that differ, and the codes of their steps."""
     where = np.flatnonzero(was != now)
     steps = (_line(now[where]) - _line(was[where])).astype(np.int64)
     return np.diff(where, prepend=-1) - 1, ((steps << 1) ^ (steps >> 63)) - 1  # +1, -1, +2, … as 1, 0, 3, …
@@ -201,7 +197,6 @@ def _line(values: Bits) -> Bits:
 
 
 def _planes(values: Integers) -> list[bytes]:
-    """The lowest bytes of all values, then the second lowest, …, as far as the largest needs."""
     count = max(1, (int(values.max()).bit_length() + 7) // 8)
     parts = values.astype("<i8").view(np.uint8).reshape(-1, 8)
     return [parts[:, index].tobytes() for index in range(count)]
@@ -251,7 +246,6 @@ REMEMBERED_SHARE, REMEMBERED_BYTES = 0.25, 1 << 30
 def make_payload(
     target: PolicyManifest, base: Path, deltas: Sequence[Path], output: Path, begin: PolicyRef, remember: bool = True
 ) -> AppliedDeltas:
-    """Write the payload of `target` into `output`; `DeltaRefused` if it is not the signed one."""
     room = min(int(REMEMBERED_SHARE * target.size_bytes), REMEMBERED_BYTES) if remember else -1
     applied = AppliedDeltas(begin, target, room, forgotten=not remember)
     scratch, fast = memoryview(bytearray(BLOCK_BYTES)), target.size_bytes >= COMPILED_FROM_BYTES
@@ -293,7 +287,6 @@ class AppliedDeltas:
                 self._changed.append((block, positions.astype(np.int32), values))
 
     def changes(self) -> Iterator[ChangedValues]:
-        """Tensor by tensor, positions from the start of each."""
         tensors = [entry for entry in self.target.entries if entry.type == "tensor"]
         for block, positions, values in self._changed:
             width = block.width

@@ -21,9 +21,7 @@ from typing import Self
 
 from shoal.errors import BroadcastError, ChunkCorrupt, DeltaRefused, ManifestRefused, ShoalError, VersionNotFound
 from shoal.protocol import BroadcastHead, PolicyManifest, PolicyRef
-from shoal.runtime.files import write_atomically
-from shoal.runtime.limits import MachineLimits, show_bytes
-from shoal.runtime.stop import StopToken
+from shoal.runtime import MachineLimits, StopToken, show_bytes, write_atomically
 from shoal.shardcast.cache import PartFiles, PayloadCache
 from shoal.shardcast.connection import Deadline, PoolSettings
 from shoal.shardcast.lookup import Lookup, Route, find_route
@@ -54,12 +52,10 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
-class RouteClosed(Exception):
-    """An intermediate version is gone; another route may lead to the target."""
+class RouteClosed(Exception): ...
 
 
-class Superseded(BroadcastError):
-    """A background fetch was stopped for one that somebody waits for."""
+class Superseded(BroadcastError): ...
 
 
 @dataclass(frozen=True)
@@ -106,14 +102,12 @@ class Downloader:
 
     @property
     def run(self) -> str | None:
-        """The run; known after the first head if it was not given."""
         return self._lookup.run
 
     def set_sources(self, sources: Sequence[str], last_resort: Sequence[str] = ()) -> None:
         self._scores.set_sources(sources, last_resort=last_resort)
 
     def newest(self, deadline_s: float) -> PolicyRef:
-        """The newest version that any source offers; `ManifestRefused` if that is older than one seen before."""
         deadline = Deadline(deadline_s)
         with self._exclusive(deadline, "the newest version"):
             head, data = self._lookup.newest(self._head, deadline)
@@ -124,7 +118,6 @@ class Downloader:
             return head.policy
 
     def head_poller(self) -> Lookup:
-        """A lookup for another thread, to poll for newer versions."""
         lookup = Lookup(self._scores, self.run, self._trusted_key, self._stop, self._settings.pool.timeouts)
         lookup.known = self._head
         return lookup
@@ -319,7 +312,6 @@ class Prefetch:
             poller.close()
 
     def _fetch(self, ref: PolicyRef) -> bool:
-        """False if the fetch was stopped for another one."""
         try:
             self._downloader.fetch(ref, FETCH_S, background=True)
         except Superseded as error:

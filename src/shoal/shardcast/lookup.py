@@ -19,8 +19,7 @@ from itertools import count
 
 from shoal.errors import BroadcastError, ManifestRefused, VersionNotFound
 from shoal.protocol import BroadcastHead, Delta, PolicyManifest, PolicyRef
-from shoal.runtime.stop import StopToken
-from shoal.runtime.text import count_of
+from shoal.runtime import StopToken, count_of
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.connection import Connection, Connections, Deadline, Timeouts
 from shoal.shardcast.manifest import MAX_HEAD_BYTES, MAX_MANIFEST_BYTES, read_head, read_manifest
@@ -45,7 +44,6 @@ def get_document(connection: Connection, target: str, max_bytes: int, deadline: 
 
 
 def get_head(connection: Connection, known: BroadcastHead | None, wait_s: float, answer_s: float) -> bytes | None:
-    """A head; the source may hold the request for `wait_s` until there is one newer than `known`."""
     after = "" if known is None else f"&after={known.policy.label}"
     return get_document(connection, f"{HEAD}?wait_s={wait_s:g}{after}", MAX_HEAD_BYTES, Deadline(wait_s + answer_s))
 
@@ -54,8 +52,6 @@ SignedHead = tuple[BroadcastHead, bytes]  # a verified head, and its bytes
 
 
 class Lookup:
-    """Used by one thread at a time."""
-
     def __init__(
         self, scores: SourceScores, run: str | None, trusted_key: str, stop: StopToken, timeouts: Timeouts
     ) -> None:
@@ -101,7 +97,6 @@ class Lookup:
         raise VersionNotFound(f"no source had policy {ref.label} before the deadline: {self._scores.describe()}")
 
     def manifest_now(self, ref: PolicyRef, deadline: Deadline) -> PolicyManifest | None:
-        """The manifest of exactly `ref`; every source is asked at most once. None if none has it."""
         for source in sorted(self._scores.usable()):
             try:
                 if (found := self._ask_manifest(source, ref, deadline)) is not None:
@@ -154,7 +149,6 @@ class Lookup:
         return found.policy
 
     def check_not_gone(self, ref: PolicyRef, heads: Mapping[str, SignedHead]) -> None:
-        """Raise `VersionNotFound` if a signed head shows that `ref` is no longer offered."""
         for source, (head, _) in heads.items():
             if head.policy.place >= ref.place and ref.label not in head.versions:
                 now = f"{source} is at {head.policy.label} and keeps {', '.join(head.versions)}"
@@ -194,8 +188,6 @@ class Step:
 
 @dataclass(frozen=True)
 class Route:
-    """Start with `begin` (fetched whole if `whole`, else local), then apply `steps` in order."""
-
     begin: PolicyRef
     whole: PolicyManifest | None
     steps: tuple[Step, ...]

@@ -62,7 +62,6 @@ def manifest_hash(data: bytes) -> str:
 
 
 def read_manifest(data: bytes, run: str | None, trusted_key: str) -> PolicyManifest:
-    """The manifest in `data`, checked, and signed by the trusted key for this run (None: for any)."""
     manifest = _opened(data, MAX_MANIFEST_BYTES, PolicyManifest, "a manifest", run, trusted_key)
     problem = _chunks_problem(manifest.chunks, manifest.chunk_size_bytes, manifest.size_bytes)
     problem = problem or entries_problem(manifest.entries, manifest.size_bytes) or _deltas_problem(manifest)
@@ -94,7 +93,6 @@ def _opened(data: bytes, max_bytes: int, kind: type[D], what: str, run: str | No
 
 
 def check_not_rolled_back(head: BroadcastHead, known: BroadcastHead | None) -> None:
-    """Raise `ManifestRefused` if `head` is older than `known`, or has other weights for the same version."""
     if known is None:
         return
     if head.policy.place < known.policy.place:
@@ -206,6 +204,5 @@ def select_versions(manifests: Manifests, count: int, budget_bytes: int | None) 
 
 
 def size_of(manifests: Iterable[PolicyManifest | None]) -> int:
-    """The bytes of all offered chunks of these versions; a common chunk counts once."""
     known = (manifest for manifest in manifests if manifest is not None)
     return sum({chunk.hash: chunk.size_bytes for manifest in known for chunk in offered(manifest)}.values())

@@ -20,15 +20,12 @@ from importlib.util import find_spec
 from io import BufferedReader
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from shoal.errors import DeltaRefused, ManifestRefused, PolicyMismatch, VersionNotFound
 from shoal.protocol import BroadcastHead, Chunk, Delta, LedgerHead, PolicyManifest, PolicyRef, SigningKey, TensorView
 from shoal.protocol.policy import content_digest
-from shoal.runtime.clock import Clock, SystemClock
-from shoal.runtime.crash import point
-from shoal.runtime.files import FolderLock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Clock, FolderLock, StopToken, SystemClock, point
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.content import THREADS, Content, chunk_of, in_order
 from shoal.shardcast.lookup import Route, find_route
@@ -46,10 +43,8 @@ WRITERS = 32  # threads that hash chunks and wait for the disk
 OnProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
-class OriginSettings(BaseModel):
+class OriginSettings(BaseModel, frozen=True, extra="forbid"):
     """`keep_versions` must cover the versions that open leases may still name (max_staleness + 2)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     chunk_size_bytes: int | None = Field(default=None, gt=0, le=manifests.MAX_CHUNK_BYTES)
     keep_versions: int = Field(default=5, ge=1, le=500)
@@ -152,7 +147,6 @@ class Origin:
                 self._advance(newest, versions)
 
     def _republish(self, draft: Draft, published: PolicyManifest | None) -> PolicyManifest:
-        """A version that was published before, or is too old: nothing is written."""
         chunks = list(draft.content.chunks(draft.chunk_size_bytes, chunk_of))
         manifest = self._manifest(draft, chunks, True, ())
         if published is None:
@@ -267,7 +261,6 @@ class Origin:
         return self._read[place][1]
 
     def _advance(self, manifest: PolicyManifest, count: int) -> None:
-        """Make `manifest` the head, then remove versions that are no longer kept."""
         data = self._tree.read(manifest_key(manifest.policy.place))
         assert data is not None
         known = self.known()

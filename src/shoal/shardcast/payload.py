@@ -28,8 +28,6 @@ class LazyFiles(UserDict[str, Any]):
 
 @dataclass(frozen=True, eq=False)
 class ChangedValues:
-    """The changes in one tensor: positions, in units of `width` bytes, and the new bits."""
-
     name: str
     dtype: str
     width: int
@@ -83,7 +81,6 @@ class Payload:
 
 @contextlib.contextmanager
 def os_errors(action: str, path: Path) -> Iterator[None]:
-    """Turns an `OSError` in the block into a `ResourceError` of one sentence."""
     try:
         yield
     except OSError as error:
@@ -92,7 +89,6 @@ def os_errors(action: str, path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
-    """A hidden file beside `target`, which replaces `target` at the end of the block, or is removed."""
     temporary = target.with_name(f".shoal-{os.urandom(4).hex()}")
     try:
         with os_errors("write", target):
@@ -117,7 +113,6 @@ def open_payload(
 
 
 def copy_or_link(source: Path, target: Path) -> None:
-    """Make a hard link, or a copy if that is impossible (another disk)."""
     with atomic_file(target) as temporary:
         try:
             os.link(source, temporary)
@@ -126,7 +121,6 @@ def copy_or_link(source: Path, target: Path) -> None:
 
 
 def read_fully(descriptor: int, offset: int, buffer: memoryview) -> bool:
-    """Fill `buffer` from a file; false if the file is too short."""
     filled = 0
     while filled < buffer.nbytes:
         if (count := os.preadv(descriptor, [buffer[filled:]], offset + filled)) == 0:

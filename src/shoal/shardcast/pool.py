@@ -23,8 +23,7 @@ from blake3 import blake3
 
 from shoal.errors import BroadcastError, ChunkCorrupt
 from shoal.protocol import Chunk, PolicyManifest
-from shoal.runtime.limits import show_bytes
-from shoal.runtime.stop import StopToken
+from shoal.runtime import StopToken, show_bytes
 from shoal.shardcast.connection import Connection, Connections, Deadline, PoolSettings, Timeouts
 from shoal.shardcast.lookup import ABSENT, get_document
 from shoal.shardcast.scheduler import PAUSE, UNKNOWN_S, Attempt, Kind, MapRequest, Scheduler, SourceScores
@@ -38,8 +37,6 @@ CLOSE_S = 5.0
 
 
 class ChunkStore(Protocol):
-    """Where chunks are stored. Several threads call it, for different chunks."""
-
     def has(self, chunk: Chunk, scratch: memoryview) -> bool:
         """Whether the chunk is here and its hash is right; `scratch` has its size."""
 
@@ -65,7 +62,6 @@ class ChunkPool:
         self.fetched_bytes: Counter[str] = Counter()  # of stored chunks, by source
 
     def want(self, manifest: PolicyManifest, chunks: Iterable[Chunk]) -> None:
-        """Chunks of newer versions are fetched first."""
         with self._lock:
             self._scheduler.want(manifest, chunks, time.monotonic())
             self._chunk_work.notify_all()
@@ -108,7 +104,6 @@ class ChunkPool:
             self._over.wait_for(lambda: not self._in_store, CLOSE_S)
 
     def start_map_threads(self) -> None:
-        """Start one thread per source that polls its maps until the source is removed."""
         timeouts = self._settings.timeouts
         patient = replace(timeouts, stall_s=timeouts.stall_s + UNKNOWN_S)
         with self._lock:
@@ -193,7 +188,6 @@ class ChunkPool:
         return following
 
     def _fetch(self, attempt: Attempt, connection: Connection, buffer: memoryview) -> bool:
-        """Whether the chunk is in the buffer, verified, and still wanted."""
         chunk, source, asked_s, hasher = attempt.chunk, attempt.source, time.monotonic(), blake3()
         with self._lock:
             self._connections[attempt] = connection
@@ -238,7 +232,6 @@ class ChunkPool:
             return not attempt.cancelled
 
     def _check_speed(self, attempt: Attempt, received_bytes: int) -> str | None:
-        """Called at every receive; the reason to leave the source, or None."""
         attempt.received_bytes = received_bytes
         if attempt.cancelled:
             return "was left: the chunk is no longer wanted"

@@ -29,10 +29,7 @@ from blake3 import blake3
 
 from shoal.errors import BroadcastError, ConfigError, ManifestRefused
 from shoal.protocol import BroadcastHead, Chunk, PolicyManifest
-from shoal.runtime.clock import Backoff
-from shoal.runtime.files import FolderLock
-from shoal.runtime.limits import show_bytes
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Backoff, FolderLock, StopToken, show_bytes
 from shoal.runtime.targets import Reach
 from shoal.shardcast import manifest as manifests
 from shoal.shardcast.connection import Address, Connection, Deadline, PoolSettings, Timeouts
@@ -75,7 +72,6 @@ class RelayConfig:
 
 
 def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
-    """`on_ready` gets the URL as soon as the relay listens."""
     if not config.upstreams:
         raise ConfigError("a relay needs at least one upstream: the URL of an origin or of another relay")
     for peer in config.peers:
@@ -110,8 +106,6 @@ def run_relay(config: RelayConfig, stop: StopToken, on_ready: Callable[[str], No
 
 
 class HeadPoller:
-    """Polls one upstream or peer for newer heads. `instance` is this relay's own; `error` ended the thread."""
-
     def __init__(self, source: str, config: RelayConfig, mirror: Mirror, instance: str, stop: StopToken) -> None:
         self._source, self._config, self._mirror, self._instance, self._stop = source, config, mirror, instance, stop
         timeouts = Timeouts(stall_s=config.long_poll_s + Timeouts().stall_s, reach=config.reach)
@@ -172,7 +166,6 @@ class HeadPoller:
                 self._stop.wait(max(0.0, self._config.poll_s - (time.monotonic() - started_s)))
 
     def _poll(self) -> bool:
-        """Whether a new head or manifest was stored."""
         known = self._mirror.head
         if (data := get_head(self._connection, known, self._config.long_poll_s, MANIFEST_S)) is None:
             self._log_once(f"{self._source} has nothing published yet")
@@ -199,7 +192,6 @@ class HeadPoller:
         return get_document(self._connection, manifest_key(place), manifests.MAX_MANIFEST_BYTES, Deadline(MANIFEST_S))
 
     def _log_once(self, sentence: str, level: int = logging.INFO) -> None:
-        """Log a state only when it changes."""
         if sentence != self._last_logged:
             self._last_logged = sentence
             log.log(level, "%s", sentence)
@@ -246,7 +238,6 @@ class Mirror(Catalogue):
         return self.pool.announced()
 
     def places(self) -> list[Place]:
-        """Versions whose chunks are here or being fetched, oldest first."""
         return sorted(self._selection.mirrored & self._manifests.keys())
 
     def health(self) -> dict[str, Any]:
@@ -275,7 +266,7 @@ class Mirror(Catalogue):
 
     def keep(self, chunk: Chunk, data: memoryview) -> None:
         self._tree.put_chunk(chunk.hash, data, durable=False)  # a restart hashes it again
-        with self._lock:  # it may have been removed as old, and become wanted again, just now
+        with self._lock:  # it was perhaps removed as old, and is wanted again
             if chunk.hash in self._sizes and not self._tree.has_chunk(chunk.hash, chunk.size_bytes):
                 self._tree.put_chunk(chunk.hash, data, durable=False)
             self._arrived(chunk)
@@ -316,7 +307,6 @@ class Mirror(Catalogue):
             self._reselect()
 
     def adopt_head(self, head: BroadcastHead, head_data: bytes, manifest_data: bytes) -> bool:
-        """Store a newer head with its manifest; false if this or a newer one is stored already."""
         if manifests.manifest_hash(manifest_data) != head.manifest_hash:
             raise ManifestRefused(f"the manifest of policy {head.policy.label} is not the one that its head names")
         manifest = self._read(manifest_data, head.policy.place)
@@ -346,7 +336,6 @@ class Mirror(Catalogue):
             return sorted(self._selection.wanted - self._manifests.keys(), reverse=True)
 
     def lost(self, key: str) -> None:
-        """A chunk is missing on the disk: fetch it again, and stop announcing it."""
         match = CHUNK.fullmatch(key)
         with self._lock:
             size = None if match is None else self._sizes.get(match[2])

@@ -96,7 +96,6 @@ class SourceScores:
             return {source: score.kind for source, score in self._scores.items()}
 
     def usable(self) -> dict[str, Kind]:
-        """Sources that are not dropped; some may be paused."""
         with self._lock:
             return {source: score.kind for source, score in self._scores.items() if not score.dropped}
 
@@ -110,7 +109,6 @@ class SourceScores:
             return {source: copy(one) for source, one in scores if not one.dropped and one.paused_until_s <= now_s}
 
     def choose(self) -> str | None:
-        """Draw a source by weight; a last resort only if no other source is ready."""
         ready = self.ready()
         chosen = {source: one for source, one in ready.items() if one.kind is not Kind.LAST_RESORT} or ready
         return random.choices(list(chosen), [standing.weight for standing in chosen.values()])[0] if chosen else None
@@ -276,7 +274,6 @@ class Scheduler:
         return self._kept_bytes + running, self._wanted_bytes
 
     def announced(self) -> set[str]:
-        """The chunks that are being fetched from upstream."""
         running = (one for one in self._running if one.source and one.kind is not Kind.PEER and not one.cancelled)
         return {attempt.chunk.hash for attempt in running}
 
@@ -301,14 +298,16 @@ class Scheduler:
         wanted.version.open = wanted.version.open | bit if is_open else wanted.version.open & ~bit
 
     def next_attempt(self, now_s: float) -> Attempt | None:
-        if sum(not attempt.source for attempt in self._running) < self._max_disk_checks and self._unchecked:
-            return self._check_disk(now_s)
-        ready = self._scores.ready()
-        attempt = self._fetch(ready, now_s) or self._last_resort(ready, now_s)
-        return self._check_disk(now_s) if attempt is None and self._unchecked else attempt
+        checks = sum(not attempt.source for attempt in self._running)
+        attempt = None
+        if checks >= self._max_disk_checks or not self._unchecked:
+            ready = self._scores.ready()
+            attempt = self._fetch(ready, now_s) or self._last_resort(ready, now_s)
+        if attempt is None and self._unchecked:
+            attempt = self._begin(self._unchecked.pop(next(iter(self._unchecked))), "", None, now_s)
+        return attempt
 
     def finish(self, attempt: Attempt, done: bool) -> None:
-        """The attempt has ended; `done`: its chunk is here now."""
         wanted = attempt.wanted
         self._running.discard(attempt)
         wanted.attempt = None
@@ -390,7 +389,6 @@ class Scheduler:
         return MapRequest(version.place, len(version.hashes), count, UNKNOWN_S / len(growing) if asked_s else 0.0)
 
     def _offers(self, source: str, kind: Kind, version: Version, now_s: float) -> int:
-        """The chunks of a version that this source may have, as bits."""
         if kind is Kind.LAST_RESORT:
             return -1
         seen = self.map(source, version)
@@ -412,9 +410,6 @@ class Scheduler:
             lowest = bits & -bits
             yield self._wanted[version.hashes[lowest.bit_length() - 1]]
             bits ^= lowest
-
-    def _check_disk(self, now_s: float) -> Attempt:
-        return self._begin(self._unchecked.pop(next(iter(self._unchecked))), "", None, now_s)
 
     def _fetch(self, ready: Sources, now_s: float) -> Attempt | None:
         ordinary = {source: one for source, one in ready.items() if one.kind is not Kind.LAST_RESORT}
@@ -456,7 +451,6 @@ class Scheduler:
         return now_s - wanted.waiting_since_s < LATE * (upstream.seconds(wanted.chunk.size_bytes) + SLACK_S)
 
     def _last_resort(self, ready: Sources, now_s: float) -> Attempt | None:
-        """Request a chunk that no other source has had, or announced, for some time."""
         last = {source: one for source, one in ready.items() if one.kind is Kind.LAST_RESORT}
         if not last:
             return None
@@ -477,7 +471,6 @@ class Scheduler:
         return None
 
     def _to_probe(self, source: str, standing: SourceScore) -> bool:
-        """Whether to fetch one chunk from this source to measure its bandwidth."""
         return standing.bandwidth_bytes_s is None and not self.attempts_at(source)
 
     def _begin(self, wanted: WantedChunk, source: str, kind: Kind | None, now_s: float) -> Attempt:

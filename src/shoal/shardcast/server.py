@@ -78,13 +78,11 @@ class Inventory:
         return self._have.bit_count()
 
     def add(self, chunk_hash: str) -> bool:
-        """Note that a chunk is here; false if it is not in this version, or was here before."""
         indices = self._missing.pop(chunk_hash, [])
         self._have |= sum(1 << index for index in indices)
         return bool(indices)
 
     def body(self, soon: Iterable[str]) -> bytes:
-        """HAVE, then SOON."""
         coming = sum(1 << index for chunk_hash in set(soon) for index in self._missing.get(chunk_hash, ()))
         return b"".join(bits.to_bytes(self._size_bytes, "little") for bits in (self._have, coming))
 
@@ -98,7 +96,6 @@ class Arrivals:
         self._waiting: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
 
     def notify(self, *keys: str) -> None:
-        """From any thread."""
         for key in filter(self._waiting.__contains__, keys):
             with contextlib.suppress(RuntimeError):  # the loop has ended, and all requests with it
                 if self._loop is not None:
@@ -155,7 +152,6 @@ class Catalogue:
         return self._tree.places()
 
     def health(self) -> dict[str, Any]:
-        """Numbers for /health; `ok` is false if a person must act."""
         return {"role": self.role, "versions": [f"{place[0]}.{place[1]}" for place in self.places()]}
 
 
@@ -176,7 +172,6 @@ class TreeServer:
             looking.cancel()
 
     async def _watch_head(self) -> None:
-        """Notice a head that another process has replaced, while somebody waits for one."""
         seen: tuple[int, int] | None = None
         while True:
             await asyncio.sleep(WATCH_HEAD_S)
@@ -213,7 +208,7 @@ class TreeServer:
         return _text(404, "there is no such name in a published tree")
 
     async def _hold(self, request: HttpRequest, key: str, wait_s: float, is_answered: Callable[[], bool]) -> None:
-        """Hold a request until it can be answered, at most so long; checked whenever `key` arrives."""
+        """Hold a request until it can be answered, at most `wait_s`; checked whenever `key` arrives."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not (is_answered() or request.is_gone):
@@ -235,7 +230,6 @@ class TreeServer:
         return _text(404, "this version or chunk is not here")
 
     async def _replaced(self, key: str, request: HttpRequest, query: Mapping[str, str]) -> Reply:
-        """A head, held until it is new enough, or a witness's document."""
         if key == HEAD:
             after = parse_label(query.get("after", ""))
             await self._hold(request, HEAD, held_s(query, MAX_WAIT_S), lambda: self._is_newer_than(after))
@@ -244,7 +238,6 @@ class TreeServer:
         return Reply(200, data, headers=REPLACED)
 
     def _is_newer_than(self, after: Place | None) -> bool:
-        """Of the head, which was verified before it was written."""
         try:
             policy = json.loads(self._read(HEAD) or b"")["document"]["policy"]
             return after is None or (int(policy["incarnation"]), int(policy["version"])) > after
@@ -252,7 +245,6 @@ class TreeServer:
             return False
 
     def _read(self, key: str) -> bytes | None:
-        """Read at once: another process may replace the file."""
         blob = self._catalogue.find(key)
         try:
             return None if blob is None else blob.path.read_bytes()
@@ -281,7 +273,6 @@ def _text(status: int, sentence: str) -> Reply:
 
 
 def _opened(blob: Blob) -> FileIO | None:
-    """None if the file is gone, or too short."""
     try:
         file = blob.path.open("rb", buffering=0)
     except FileNotFoundError:

@@ -32,7 +32,6 @@ CHUNK = re.compile(r"chunks/([0-9a-f]{2})/(\1[0-9a-f]{62})", re.ASCII)
 
 
 def is_key(key: str) -> bool:
-    """Whether `key` is an allowed name; no other name is ever looked up on disk."""
     return key == HEAD or bool(MANIFEST.fullmatch(key) or CHUNK.fullmatch(key) or WITNESS.fullmatch(key))
 
 
@@ -54,7 +53,6 @@ def parse_label(label: str) -> Place | None:
 
 
 def have_key(place: Place) -> str:
-    """The name of a server's map of a version; not a file, so not a key of a tree."""
     return f"have/{place[0]}.{place[1]}"
 
 

@@ -1,12 +1,9 @@
 """TOPLOC: small proofs that a model was run. Anyone who can run the model can check them.
 
-    points    PointBatch, top_points, chunk_rows, chunk_topk: the largest values of chunks of activations
-              commit, split_proofs: one polynomial through the points of each chunk, in the bytes of package `toploc`
-    check     Comparisons, compare: proofs against the verifier's own points, in numbers
-              ProofTolerance, ProofCheck, check_proofs: malformed, forged, mismatch, or passed
-    package   the functions of the published package: ProofPoly, build_proofs_bytes, verify_proofs_bytes, …
-
-    plain: the arithmetic in numpy     kernels: the same compiled (`backend` chooses)     device: selection on GPUs
+    points    the largest values of chunks of activations; one polynomial through them for each chunk
+    check     proofs against the verifier's own points: malformed, forged, mismatch, or passed
+    package   the functions of the published package
+    plain     the arithmetic in numpy; kernels: the same compiled (`backend` chooses); device: selection on GPUs
 
 Activations are the last hidden states after the final norm, one row for each token. Prover and verifier:
 

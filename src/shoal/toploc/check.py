@@ -164,7 +164,6 @@ def check_proofs(comparisons: Comparisons, tolerance: ProofTolerance | None = No
 
 
 def _verdict(comparisons: Comparisons, limits: ProofTolerance) -> tuple[Reason | None, str, int | None]:
-    """The most serious problem, a sentence about it, and the worst chunk."""
     for chunk, sentence in enumerate(comparisons.malformed):
         if sentence is not None:
             return "malformed", f"the proof of chunk {chunk} is malformed: {sentence}", chunk

@@ -18,7 +18,6 @@ LOW_32 = 2**32 - 1
 
 
 def select(flat: Tensor, sizes: Ints, counts: Ints) -> tuple[Ints, Bits]:
-    """The `counts[c]` largest magnitudes of chunks that lie end to end, by ascending index. See `plain.select`."""
     flat = flat.detach()
     starts, offsets = np.cumsum(sizes) - sizes, np.cumsum(counts) - counts
     packed = np.empty(int(counts.sum()), dtype=np.int64)
@@ -68,7 +67,6 @@ def _largest(pattern_GS: Tensor, count: int) -> Tensor:
 
 
 def _first(magnitudes: Tensor, places: Tensor, count: int) -> Tensor:
-    """The places of the `count` largest in each row; of equal ones the lowest places."""
     keys = magnitudes.long() << 32 | (LOW_32 - places)
     best = keys.topk(min(count, keys.shape[1]), dim=1, sorted=False).values
     return LOW_32 - (best & LOW_32)

@@ -19,7 +19,6 @@ P32, MAGNITUDE = np.uint32(PRIME), np.uint16(0x7FFF)
 
 
 def compiled(function: Compiled) -> Compiled:
-    """The function as machine code, compiled on first use, kept on disk."""
     fast: Compiled = numba.njit(cache=True, nogil=True)(function)
     return fast
 
@@ -226,7 +225,6 @@ def _interpolate(indices: Ints, bits: Bits, counts: Ints, table: Words, moduli: 
 
 @compiled
 def _master(x: Words) -> Words:
-    """The coefficients of Π (X - x[i]), ascending."""
     old, new = np.zeros(len(x) + 1, dtype=np.uint32), np.zeros(len(x) + 1, dtype=np.uint32)
     old[0] = np.uint32(1)
     for n in range(len(x)):

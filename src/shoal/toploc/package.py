@@ -118,7 +118,6 @@ def build_proofs(
 def build_proofs_bytes(
     activations: Many, decode_batching_size: int, topk: int, skip_prefill: bool = False
 ) -> list[bytes]:
-    """As `build_proofs`, in 2 + 2 · topk bytes each."""
     return commit(_points(activations, decode_batching_size, topk, skip_prefill, raw_float16=True))
 
 
@@ -167,7 +166,6 @@ def from_base64(text: str) -> bytes:
 
 
 def _points(activations: Many, rows: int, topk: int, skip_prefill: bool, *, raw_float16: bool) -> PointBatch:
-    """The points of the package's chunks: `topk` of each, for any size."""
     if topk < 1 or rows < 1:
         raise ProofError(f"topk and decode_batching_size are 1 or more, not {topk} and {rows}")
     flat, widths = _flatten(activations)
@@ -181,7 +179,6 @@ def _points(activations: Many, rows: int, topk: int, skip_prefill: bool, *, raw_
 
 
 def _flatten(activations: Any) -> tuple[Any, Ints]:
-    """All values end to end, and how many each element of `activations` has."""
     if hasattr(activations, "ndim"):
         if activations.ndim < 2:
             raise ProofError("activations are a sequence of tensors, or a tensor of at least two dimensions")

@@ -67,7 +67,6 @@ def select(flat: npt.NDArray[Any], starts: Ints, sizes: Ints, counts: Ints) -> t
 
 
 def _largest(magnitudes: Bits, count: int) -> Ints:
-    """Block maxima first: the count-th largest of them is a lower bound that few values reach."""
     n_blocks = len(magnitudes) // BLOCK
     floor = 0
     if n_blocks >= count:
@@ -92,7 +91,6 @@ def interpolate(indices: Ints, bits: Bits, counts: Ints) -> tuple[Ints, Bits]:
 
 
 def _by_count(counts: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Chunks of one count together: their numbers, and where their points are, [chunks, count]."""
     offsets = np.concatenate([[0], np.cumsum(counts)])
     for count in np.unique(counts).tolist():
         chunks = np.flatnonzero(counts == count)
@@ -100,7 +98,6 @@ def _by_count(counts: Ints) -> Iterator[tuple[Ints, Ints]]:
 
 
 def _moduli(x_CK: Ints) -> Ints:
-    """For each row the largest m <= PRIME under which all its indices differ, or 0."""
     moduli = np.zeros(len(x_CK), dtype=np.int64)
     waiting = np.arange(len(x_CK))
     for modulus in range(PRIME, LEAST_MODULUS - 1, -1):
@@ -114,7 +111,6 @@ def _moduli(x_CK: Ints) -> Ints:
 
 
 def _newton(x_CK: Ints, y_CK: Ints) -> Ints:
-    """Divided differences, then Newton's form multiplied out from the inside."""
     count = x_CK.shape[1]
     table = inverses().astype(np.int64)
     newton = y_CK.copy()

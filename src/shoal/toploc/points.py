@@ -110,7 +110,6 @@ def top_points(activations: Activations, lengths: Sequence[int], topk: int, rows
 
 
 def points_of_chunks(flat: Activations, sizes: Ints, counts: Ints) -> PointBatch:
-    """The `counts[c]` largest values of chunks of `sizes[c]` values that lie end to end in `flat`."""
     short = np.flatnonzero(counts > sizes)
     if len(short):
         c = int(short[0])
@@ -159,7 +158,6 @@ def proof_size(k: int) -> int:
 
 
 def compile_kernels() -> None:
-    """Compile the kernels now; the first time on a machine takes about ten seconds."""
     from shoal.toploc.check import compare
 
     with contextlib.suppress(ImportError):  # without numba, numpy is used
@@ -185,7 +183,6 @@ def commit(points: PointBatch) -> list[bytes]:
 
 
 def split_proofs(data: bytes, length: int, hidden: int, topk: int, rows: int) -> list[bytes]:
-    """The proofs of one sequence of `length` rows, which lie back to back in `data`."""
     sizes = [proof_size(chunk_topk(r, hidden, topk, rows)) for r in chunk_rows(length, rows)]
     if len(data) != sum(sizes):
         raise ProofError(

@@ -6,15 +6,11 @@
       training.safetensors                optimizer moments, state of torch's generators; in parts if large
       config.json tokenizer.json …        the description of the model
 
-    hidden folder ─► files, several at a time, each synced and hashed ─► checkpoint.json ─► rename ─► parent synced
-                                                                              `folder.Retention` removes others ◄─┘
-
 A copy of the state is written (`Copies`), so training continues meanwhile. On a CPU it is taken before the next step;
 on a GPU during that step, and only the optimizer waits for it.
 
 Of several ranks the first gathers all rows and writes; any number of ranks can read them, each its own rows. The
-version is the only cursor: learning rates, minibatch order and batches follow from it. No pickle, so a checkpoint
-contains no code.
+version is the only cursor: learning rates, minibatch order and batches follow from it.
 """
 
 import contextlib
@@ -71,7 +67,7 @@ def part_name(name: str, number: int, count: int) -> str:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file; it is on the disk when the call returns."""
+    """The file is on the disk when the call returns."""
     save_file({name: value.contiguous() for name, value in tensors.items()}, path, metadata={"format": "pt"})
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -91,7 +87,6 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path, name: str) -> dict[str, StoredTensor]:
-    """The tensors of a file, or of its parts."""
     paths = [folder / name]
     if not paths[0].is_file():
         paths = sorted(folder.glob(part_name(name, 0, 1).replace("00001", "[0-9]" * 5)))
@@ -111,8 +106,7 @@ def stored_tensors(folder: Path, name: str) -> dict[str, StoredTensor]:
 
 
 def checkpoint_files(weights: Mapping[str, Tensor], training: Mapping[str, Tensor]) -> CheckpointFiles:
-    """The files of a checkpoint: weights, and `training_state`, which is split into parts of about `PART_BYTES` so that
-    parts are written and hashed in parallel."""
+    """`training_state` is split into parts of about `PART_BYTES`, which are written and hashed in parallel."""
     sizes = list(accumulate((tensor.nbytes for tensor in training.values()), initial=0))
     count = max(1, -(-sizes[-1] // PART_BYTES))
     parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
@@ -154,8 +148,7 @@ class CheckpointStore:
         files: Mapping[str, bytes],
         scores: Mapping[int, float] = {},
     ) -> Path:
-        """Write a captured state durably, then remove checkpoints that are no longer needed. `scores` are held-out
-        scores by version."""
+        """Write a captured state durably, then remove checkpoints that are no longer needed."""
         ensure_folder(self.folder)
         hidden, target = self.folder / f"{HIDDEN}{progress.name}", self.folder / progress.name
 
@@ -188,8 +181,7 @@ class CheckpointStore:
             raise resource_error("write the checkpoint", hidden, error) from error
 
     def prune(self, scores: Mapping[int, float], *written: Place) -> None:
-        """Remove checkpoints that nothing requires any more, except those just `written`. A damaged one does not count
-        towards retention and is not removed: somebody may repair it."""
+        """A damaged checkpoint does not count towards retention and is not removed: somebody may repair it."""
         sound = self.sound()
         for place in set(sound) - self._retention.kept(sound, scores) - set(written):
             shutil.rmtree(self.folder / "{}.{}".format(*place))
@@ -251,8 +243,8 @@ class CheckpointStore:
 
 
 def restore(learner: Learner, folder: Path) -> None:
-    """Restore weights, moments and generators; each rank reads its own rows, whatever number of ranks wrote them. On
-    the same machine training continues bit for bit."""
+    """Each rank reads its own rows, whatever number of ranks wrote them. On the same machine training continues bit for
+    bit."""
     learner.load_state(stored_tensors(folder, MODEL))
     training = stored_tensors(folder, TRAINING)
     learner.load_moments({name[len(MOMENTS) :]: each for name, each in training.items() if name.startswith(MOMENTS)})
@@ -263,7 +255,7 @@ def restore(learner: Learner, folder: Path) -> None:
 
 
 def training_state(learner: Learner) -> dict[str, Tensor]:
-    """Moments, and the state of torch's generators. Moments are not copied."""
+    """Moments are not copied."""
     state = {f"{MOMENTS}{name}": value for name, value in learner.moments().items()}
     state["generator/cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
@@ -394,8 +386,7 @@ class Copies:
         return held
 
     def _reserve(self, learner: Learner) -> None:
-        """Lock the memory for the first checkpoint with moments. An error here will appear again when the memory is
-        used."""
+        """Lock the memory for the first checkpoint with moments. An error will appear again when it is used."""
         with contextlib.suppress(RuntimeError):
             for name, weight in learner.trained().items():
                 for kept in (name, *(f"{MOMENTS}{name}/{slot}" for slot in ("exp_avg", "exp_avg_sq"))):
@@ -409,7 +400,7 @@ def weights_digest(model: str | Path) -> str:
 
 
 def check_start_weights(folder: Path, digest: Callable[[], str], *, begins: bool, needed: bool) -> None:
-    """When a run begins, write down the digest of its starting weights. When it resumes and needs them as the reference
+    """When a run begins, write down the digest of its starting weights; when it resumes and needs them as the reference
     of a KL term, compare: `model.path` may have changed."""
     path = folder / START
     if begins:

@@ -1,7 +1,5 @@
 """Export: a Hugging Face folder that plain `transformers` loads, with a card that tells its origin.
 
-    hidden folder ─► weights, configuration, tokenizer, README.md, shoal.json, all synced ─► rename
-
 `shoal.json` marks an export and lists its files; a folder without it is never overwritten. An export into an older
 export, or into an empty folder, replaces the listed files, the weights last; other files (LICENSE, .git) stay. If it is
 killed in between, the folder has no weights and cannot be mistaken for a model.
@@ -24,6 +22,7 @@ from shoal.models.folder import read_config
 from shoal.models.load import DTYPES
 from shoal.models.lora import merged
 from shoal.protocol import LedgerHead, PolicyManifest
+from shoal.runtime import hf
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.checkpoint import MODEL, CheckpointStore, StoredCheckpoint, save_tensors
@@ -69,8 +68,8 @@ Which = int | Literal["newest", "best"]  # version, newest checkpoint, or best h
 
 @dataclass(frozen=True)
 class ModelCard:
-    """Facts about the exported model. `metrics`: the newest value of each number; `scores`: held-out scores by version;
-    `chosen`: which version of the run this is."""
+    """`metrics`: the newest value of each number; `scores`: held-out scores by version; `chosen`: which version of the
+    run this is."""
 
     progress: TrainerProgress
     base_model: str = ""
@@ -89,9 +88,10 @@ class ModelCard:
         return json.dumps(values, indent=2).encode() + b"\n"
 
     def as_readme(self, dtype: str) -> str:
-        """README.md for people and for the Hugging Face hub, which refuses unknown model names in `base_model`."""
+        """For people and for the Hugging Face hub, which refuses unknown model names in `base_model`."""
         progress, head, base = self.progress, self.ledger_head, self.base_model or "not recorded"
-        on_the_hub = bool(ON_THE_HUB.fullmatch(self.base_model))
+        named = self.base_model.partition("@")[0]
+        on_the_hub = bool(ON_THE_HUB.fullmatch(named))
         facts = {"run": f"`{progress.run}`", "version": f"{progress.version} (incarnation {progress.incarnation})"}
         facts |= {"this version is": self.chosen} if self.chosen else {}
         facts["trained from"] = base if on_the_hub or not self.base_model else f"{base} (a local model)"
@@ -100,7 +100,7 @@ class ModelCard:
             facts["policy digest"] = f"`{self.digest}`" if self.digest else "not recorded"
             facts["ledger head (index / hash)"] = f"{head.index} / `{head.hash}`" if head else "not recorded"
         return README.format(
-            base=f"base_model: {self.base_model}\n" if on_the_hub else "",
+            base=f"base_model: {named}\n" if on_the_hub else "",
             title=f"{progress.run}, version {progress.version}",
             kind=KINDS[self.trained_on] if progress.version else "The model that the run began with: not trained yet.",
             facts=_table("fact", facts),
@@ -113,11 +113,13 @@ def _table(title: str, rows: Mapping[str, str]) -> str:
 
 
 def hub_name(path: str | Path) -> str:
-    """A model's name on the Hugging Face hub if the path contains it, else the name of its folder.
+    """A model's name on the Hugging Face hub, with its commit if the path is pinned; else the name of its folder.
 
     >>> hub_name("/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899d")
     'Qwen/Qwen3-0.6B'
     """
+    if (name := hf.parse(path)) is not None:
+        return f"{name.repo}@{name.revision}" if name.revision else name.repo
     cached = next((match for part in Path(path).parts if (match := CACHED.fullmatch(part))), None)
     return f"{cached[1]}/{cached[2]}" if cached else Path(path).name
 
@@ -126,8 +128,7 @@ def export_policy(
     destination: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes], card: ModelCard,
     dtype: str = "float32",
 ) -> Path:  # fmt: skip
-    """Write the folder and return its path. An older export is replaced; another folder is refused. Adapters are merged
-    into the weights."""
+    """An older export is replaced; another folder is refused. Adapters are merged into the weights."""
     refuse_foreign(destination)
     destination = destination.resolve()
     tensors, files = merged(tensors, files)
@@ -175,7 +176,7 @@ def export_checkpoint(
     manifest_of: Callable[[TrainerProgress], PolicyManifest | None] = lambda _progress: None, which: Which = "newest",
 ) -> Path:  # fmt: skip
     """Export a checkpoint of a trainer's folder at any time, without hub, model folder or trainer. The card is
-    completed from the folder and from the manifest of the version (digest, ledger head)."""
+    completed from the folder and from the manifest of the version."""
     rows = MetricsLog(trainer_folder / "metrics.jsonl")
     scores, store = scores_of(rows), CheckpointStore(trainer_folder / "checkpoints", keep=1)
     stored, chosen = _choose(store, which, scores)
@@ -189,7 +190,6 @@ def export_checkpoint(
 
 
 def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -> tuple[StoredCheckpoint, str]:
-    """The checkpoint asked for, and a phrase that says why it is this one."""
     places = store.places()
     if not places:
         raise ConfigError(f"there is no checkpoint in {store.folder} yet: wait for the trainer's first")
@@ -213,7 +213,6 @@ def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -
 
 
 def beside_the_best(version: int, scores: Mapping[int, float]) -> str:
-    """A phrase that compares a version with the best measured one; empty without scores."""
     if not scores:
         return ""
     best = max(scores, key=lambda number: (scores[number], number))

@@ -35,8 +35,6 @@ HIDDEN = ".exporting"
 
 @dataclass(frozen=True)
 class TrainerProgress:
-    """Where a run stands: `version` steps are done."""
-
     run: str
     version: int
     incarnation: int = 0
@@ -74,7 +72,6 @@ class Retention:
 
 
 def ranked(places: Sequence[Place], scores: Mapping[int, float]) -> list[Place]:
-    """The checkpoints with a score, best first; of equal scores the newer first."""
     scored = [place for place in _newest_incarnations(places) if place[0] in scores]
     return sorted(scored, key=lambda place: (scores[place[0]], place), reverse=True)
 
@@ -88,7 +85,7 @@ def scores_of(metrics: MetricsLog) -> dict[int, float]:
 
 
 def refuse_foreign(destination: Path) -> None:
-    """Refuse a destination that is neither an export, nor an empty folder, nor absent."""
+    """A destination may be an export, an empty folder, or absent."""
     if not destination.exists() and not destination.is_symlink():
         return
     if destination.is_dir() and ({entry.name for entry in destination.iterdir()} <= {HIDDEN} or _facts(destination)):
@@ -103,7 +100,6 @@ def written_files(folder: Path) -> tuple[str, ...]:
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """The content of the mark of an export; empty without one."""
     try:
         facts: dict[str, Any] = json.loads((folder / MARK).read_bytes())
         types = [type(facts["progress"][name]) for name in ("run", "version", "incarnation")]

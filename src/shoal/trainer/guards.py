@@ -4,7 +4,7 @@
                  └► judge ◄─ the numbers of the step ─► alarm_NAME in the row, messages for log and hub; stop: run ends
 
 A measure is a function of the rows in metrics.jsonl (never of `held_out`, which may come later) and of the current
-numbers, so a resumed run decides the same. It returns None if there is too little to judge by. Imports no torch.
+numbers, so a resumed run decides the same. It returns None if there is too little to judge by.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from shoal.errors import TrainingDiverged
 from shoal.runtime.text import shoal_command
@@ -66,7 +66,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def noise(values: Sequence[float]) -> float:
-    """The change that chance explains: `NOISE` times the mean difference of neighbouring values."""
+    """The change that chance explains."""
     return NOISE * mean_of([abs(after - before) for before, after in itertools.pairwise(values)] or [0.0])
 
 
@@ -75,7 +75,6 @@ def latest(name: str) -> Measure:
 
 
 def recent(name: str) -> Measure:
-    """The mean over the last rows."""
     return lambda rows, row: next(reversed(smoothed(values_of([*rows[-SMOOTH + 1 :], row], name))), None)
 
 
@@ -86,7 +85,6 @@ def without_tokens(rows: Sequence[Row], row: Row) -> float | None:
 
 
 def spike(name: str, rows: Sequence[Row], row: Row) -> float | None:
-    """The ratio to the median gradient norm of the last rows."""
     before, now = values_of(rows[-SLOPE_ROWS:], "grad_norm"), values_of([row], name)
     median = statistics.median(before) if len(before) >= SMOOTH else 0.0
     return now[0] / median if now and median > 0 else None
@@ -136,7 +134,7 @@ LOWER = "What to do: lower trainer.learning_rate"
 class Guard:
     """`of_step` judges a row, `of_update` an update before it is applied. The cause may be up to `rows` steps old.
     `of_beginning`: it judges the policy that a step begins with, so it refuses all updates of the step and also checks
-    the last version. A limit must be above `least` and at most `most`."""
+    the last version."""
 
     name: str
     limit: float
@@ -195,19 +193,14 @@ RISEN = "the loss of its batch is {:.3g} nats per token higher than that of the 
 ENDING = replace(RULES["divergence"], of_step=latest("rise"), seen=RISEN)
 
 
-class GuardRule(BaseModel):
+class GuardRule(BaseModel, frozen=True, extra="forbid"):
     """`[trainer.guards.NAME]`. Defaults are those of the table of guards (docs/guides/guards.md)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     limit: Real | None = Field(default=None, description="what the guard fires beyond")
     action: Literal["off", "warn", "skip", "stop"] | None = Field(default=None, description="what is done then")
 
 
-class GuardSettings(BaseModel):
-    """The [trainer.guards] table. Each guard is a table: `[trainer.guards.entropy_rise]`, `action = "off"`."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
+class GuardSettings(BaseModel, frozen=True, extra="allow"):
     __pydantic_extra__: dict[str, GuardRule]
 
     @property
@@ -252,7 +245,6 @@ class GuardReport(NamedTuple):
     numbers: Mapping[str, float]
 
     def news(self) -> dict[str, str]:
-        """Code → message, of the alarms that people are told now."""
         return {f"guard.{each.name}": each.message for each in self.alarms if each.is_new or each.action == "stop"}
 
     @property
@@ -277,7 +269,7 @@ class GuardReport(NamedTuple):
 
 @dataclass
 class GuardMonitor:
-    """The guards of a run. For each step: `begin`, `veto` for each update, `judge`, then its row is added to `rows`."""
+    """For each step: `begin`, `veto` for each update, `judge`, then its row is added to `rows`."""
 
     settings: GuardSettings
     rows: list[Row] = field(default_factory=list)
@@ -313,7 +305,6 @@ class GuardMonitor:
         return self._judged([*filter(None, measured), *self._refused.values()], count)
 
     def check_last_version(self, step: int, seen: Row) -> GuardReport:
-        """`seen`: measurements of the last version on its own batch."""
         self._step, when = step, f"after step {step}, the last"
         if not all(map(math.isfinite, seen.values())):
             message = f"{when}: weights, or log-probabilities by them, are NaN, infinite or huge. {LOWER} or grad_clip"

@@ -5,8 +5,7 @@
          └───────────────────────────── rounded once ──────────────────────── master ◄──────┘
 
 A step changes most weights by less than bfloat16 can represent; the float32 masters keep these changes. Gradients in
-bfloat16 never exist all at once. Frozen weights have no masters: their exact values stay in host memory, for saving,
-publishing and exporting.
+bfloat16 never exist all at once. Frozen weights have no masters: their exact values stay in host memory.
 """
 
 import copy
@@ -70,15 +69,13 @@ class Masters:
 
     @torch.no_grad()
     def write_back(self, frozen: bool = False) -> None:
-        """Copy the masters into the model; with `frozen`, also the frozen weights."""
         torch._foreach_copy_(self._weights, self._masters)
         for weight, exact in zip(self._untrained, self.frozen.values(), strict=True) if frozen else ():
             weight.copy_(exact)
 
 
 def recompute_layers(model: Any) -> None:
-    """Recompute every decoder layer in the backward pass. transformers' own switch needs training mode, where dropout
-    would disturb the ratio."""
+    """transformers' own switch needs training mode, where dropout would disturb the ratio."""
 
     def call(forward: Callable[..., Any], *values: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -133,12 +130,11 @@ class Learner:
             self.masters.write_back(frozen=True)
 
     def moments(self) -> dict[str, Tensor]:
-        """The state of the optimizer as `weight/slot`; empty before the first update. Not copied."""
+        """As `weight/slot`; empty before the first update. Not copied."""
         slots = {name: self.optimizer.state.get(weight, {}) for name, weight in self.trained().items()}
         return {f"{name}/{slot}": value for name, values in slots.items() for slot, value in values.items()}
 
     def load_moments(self, moments: Mapping[str, Any]) -> None:
-        """Replace the state of the optimizer by this rank's rows of it."""
         trained = self.trained()
         self.optimizer.state.clear()
         for name, value in moments.items():
@@ -199,13 +195,12 @@ def cost_of(model: Any) -> Cost:
 
 
 def learning_rate(settings: TrainerSettings, step: int, minibatch: int = 0) -> float:
-    """The rate of an optimizer step, from its number alone: a resume has no schedule to restore."""
+    """From the number of the step alone: a resume has no schedule to restore."""
     updates = step * settings.minibatches + minibatch + 1
     return settings.learning_rate * min(1.0, updates / max(1, settings.warmup_steps))
 
 
 def starting_model(name: str, settings: TrainerSettings, device: str | None = None) -> LoadedModel:
-    """The model that training starts from, with adapters if those are trained."""
     loaded = load_model(name, device=device or choose_device(settings.device))
     if settings.lora is None:
         return loaded

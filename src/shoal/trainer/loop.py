@@ -25,11 +25,13 @@ before it is saved, published and exported.
 import itertools
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError
@@ -58,12 +60,13 @@ POLL_S = 2.0  # a failed publication or a request to stop is noticed within this
 LAST_WAIT_S = 120.0  # for the score of the last version
 LOOK_S = 0.5
 HEARTBEAT_S = 5.0
+MOST_PARTS, NO_LABEL = 32, re.compile(r"[^\w.-]")
 LOCK_WAIT_S = 10.0  # the previous trainer may still be ending
 
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """Everything that a training run uses. `start` gives a digest of the weights that training begins with."""
+    """`start` gives a digest of the weights that training begins with."""
 
     folder: Path
     hub: HubClient
@@ -102,14 +105,13 @@ class TrainingRun:
         return every > 0 and (version % every == 0 or version == self._info.steps)
 
     def run(self) -> None:
-        """Resume, replay what the hub has seen, train to the last step, export."""
         refuse_foreign(self._parts.folder / "export")
         self._archive.open()
         published = self._parts.hub.status().policy
         self._publisher = self._resume(published)
         try:
             while published is not None and self.version < published.version:
-                self._advance()  # a replay: the batches are those of the first time
+                self._advance()  # a replay, with the same batches as before
                 if self.version < published.version:
                     self._submit_version(publish=False)
             while self.version < self._info.steps:
@@ -125,7 +127,7 @@ class TrainingRun:
             self._publisher.close()
 
     def _resume(self, published: PolicyRef | None) -> Publisher:
-        """Load the newest checkpoint, if any. The publisher continues with the incarnation that was published last."""
+        """The publisher continues with the incarnation that was published last."""
         parts, stored, settings, head = self._parts, self._store.newest(), self._settings, self._parts.origin.head()
         incarnation = published.incarnation if published else 0
         held = parts.learner.reference is not None
@@ -176,7 +178,6 @@ class TrainingRun:
             judged.refuse(self._store.folder, [version for version, _ in self._store.sound()])
 
     def _check_last_version(self) -> None:
-        """Judge the last version by its own batch, with a forward pass only."""
         step = self._info.steps - 1
         work = self._last or self._work(*self._batch_of(step))
         with self.activity.busy(doing := f"looking at version {self.version}, the last"):
@@ -187,8 +188,8 @@ class TrainingRun:
         self._last = None
 
     def _submit_version(self, publish: bool = True) -> None:
-        """Copy this version for the publisher's thread, which reports rows, saves if due, and publishes. The next copy
-        waits for it, so the copied memory does not change meanwhile."""
+        """Copy this version for the publisher's thread. The next copy waits for it, so the copied memory does not
+        change meanwhile."""
         self._publisher.wait()
         # A version that validators measure may become the best one, so it is saved too.
         version, may_be_best = self.version, self._settings.keep_best > 0 and self._is_measured(self.version)
@@ -202,7 +203,6 @@ class TrainingRun:
         self._publisher.submit(self.version, self._copied, rows, scores, publish)
 
     def _batch_of(self, step: int) -> tuple[Batch, TrainingBatch]:
-        """The batch of a step as the hub wrote it down, with its rollouts."""
         clock, hub = self._parts.clock, self._parts.hub
         deadline_s = self._chosen.batch_deadline_s
         began_s, accepted, waiting = clock.monotonic_s(), 0, "nothing was said"
@@ -235,8 +235,7 @@ class TrainingRun:
         return StepWork(batch.step, rollouts.groups, sampling.temperature, bound, seed, longest)
 
     def _train(self, batch: Batch, rollouts: TrainingBatch) -> dict[str, float]:
-        """Train on a batch. It is archived at the same time, also if training fails: then somebody will want to read
-        it."""
+        """The batch is archived at the same time, also if training fails: then somebody will want to read it."""
         self._watch.begin(batch.step)
         work = self._work(batch, rollouts)
         self._last = work if batch.step == self._info.steps - 1 else None
@@ -248,7 +247,7 @@ class TrainingRun:
         metrics["dropped_groups"] += batch.dropped_groups
         if batch.sampled_reward is not None:
             metrics["sampled_reward"] = batch.sampled_reward
-        return metrics
+        return {**metrics, **_of_rollouts(rollouts)}
 
     def _reporting(self, doing: str) -> Callable[[], bool]:
         """Whether to stop, asked before each pass: heartbeats count them, so nobody takes a long step for a standstill
@@ -262,8 +261,7 @@ class TrainingRun:
         return interrupted
 
     def _finish(self) -> None:
-        """Export the published last version, then wait for its score. Nothing that may fail or wait comes before the
-        export."""
+        """Nothing that may fail or wait comes before the export."""
         manifest = self._publisher.wait()
         assert manifest is not None, "a version was handed over before"
         assert self._copied is not None
@@ -291,8 +289,8 @@ class TrainingRun:
 
 @dataclass
 class HeldOut:
-    """Held-out scores by version, measured by validators. `page` asks the hub for evaluations from a version on. A
-    score of only a part of the tasks (`Evaluation.partial`) is ignored: it would look like a rise or a fall."""
+    """Held-out scores by version. `page` asks the hub for evaluations from a version on. A score of only a part of the
+    tasks (`Evaluation.partial`) is ignored: it would look like a rise or a fall."""
 
     every: int
     page: Callable[[int], EvaluationPage]
@@ -332,7 +330,7 @@ class HeldOut:
 
 
 def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
-    """Train until the last step, or until told to stop. Failures raise `ShoalError`; stopping does not."""
+    """Failures raise `ShoalError`; stopping does not."""
     settings = config.settings
     require_trackers(settings.tracking)
     make_deterministic(settings)
@@ -385,3 +383,11 @@ def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, ranks: RankGrou
         trackers=open_trackers(settings.tracking, Tracked(config.folder, info.run, shown)),
         start=lambda: weights_digest(config.model),
     )  # fmt: skip
+
+
+def _of_rollouts(batch: TrainingBatch) -> dict[str, float]:
+    """The mean length of a completion, and of each part of the rewards."""
+    trained = [rollout for group in batch.groups for rollout in group.rollouts]
+    names = sorted({name for each in trained for name in each.parts})[:MOST_PARTS]
+    means = {f"part_{NO_LABEL.sub('_', name)}": fmean(each.parts.get(name, 0.0) for each in trained) for name in names}
+    return {"completion_tokens": fmean(len(each.tokens) / 4 for each in trained), **means} if trained else {}

@@ -40,7 +40,7 @@ SMALL = 40  # training takes less than its weights times this, with default sett
 PROBE_TOKENS = 512
 COMPILED = 0.5
 TILES = 3  # logits, their softmax, and its gradient
-HOLES = 0.4  # of the activations of all layers; see `_holes`
+HOLES = 0.4  # share of the activations of all layers; see `plan`
 MAPPED_BYTES = 32 * 2**20  # glibc maps larger blocks, and returns them to the system at once
 CONTEXT_BYTES = {"cuda": GIB, "cpu": GIB // 2}  # torch itself, empty
 ATTENTION = "shoal_planned"
@@ -66,8 +66,6 @@ class Shape:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose: on one device, and in the host memory of the first process."""
-
     device: Mapping[str, int]
     host: Mapping[str, int]
 
@@ -86,7 +84,7 @@ class MemoryPlan:
 
 
 def shape_of(files: Mapping[str, bytes], settings: TrainerSettings) -> Shape:
-    """From the files that describe a model. No weight is created."""
+    """No weight is created."""
     dtype = DTYPES[settings.memory.precision]
     with torch.device("meta"):
         model = model_from_files(files, dtype=settings.memory.precision, device="meta")
@@ -105,7 +103,7 @@ def shape_of(files: Mapping[str, bytes], settings: TrainerSettings) -> Shape:
 
 
 def plan(shape: Shape, settings: TrainerSettings, processes: int, longest: int = 0, kind: str = "cuda") -> MemoryPlan:
-    """The memory of each process for micro-batches as in the settings, or for one sequence of `longest` tokens."""
+    """Of each process, for micro-batches as in the settings, or for one sequence of `longest` tokens."""
     tokens, on_host, alone = max(settings.micro_batch_tokens, longest), kind == "cpu", processes == 1
     width, table = shape.dtype.itemsize, shape.vocabulary * shape.hidden
     stored = shape.weights * (width if alone else 4)  # sharded weights are float32
@@ -175,7 +173,6 @@ def alternatives(
 
 
 def available(settings: TrainerSettings, processes: int) -> tuple[str, int]:
-    """Where training would run here ("cuda" or "cpu"), and the bytes that one process has there."""
     if settings.device != "cpu" and torch.cuda.is_available():
         return "cuda", torch.cuda.get_device_properties(0).total_memory
     return "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
@@ -186,8 +183,8 @@ def within_memory(
     settings: TrainerSettings, files: Mapping[str, bytes], processes: int, weight_bytes: int = 0
 ) -> Iterator[None]:
     """Load and train a model inside this block. What does not fit becomes a `ResourceError` with the numbers. Before
-    loading, only certain numbers refuse; estimates that are too large are a warning. Models whose `weight_bytes` on
-    disk are small for this machine are not checked."""
+    loading, only certain numbers refuse; estimates are a warning. Models whose `weight_bytes` on disk are small for
+    this machine are not checked."""
     kind, memory_bytes = available(settings, processes)
     if weight_bytes * SMALL >= memory_bytes:
         planned = plan(shape_of(files, settings), settings, processes, kind=kind)
@@ -204,7 +201,6 @@ def within_memory(
 
 
 def does_not_fit(planned: MemoryPlan, memory_bytes: int) -> str:
-    """The numbers in one line, and what to do."""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in planned.device.items())
     return (
         f"training takes about {planned.total / GIB:.1f} GiB on each device ({parts}), which has "
@@ -253,8 +249,6 @@ def _attention(
 
 
 class _Flash(torch.autograd.Function):
-    """The memory behaviour of flash attention, without the computation."""
-
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         attended = torch.empty_like(query)

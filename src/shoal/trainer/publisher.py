@@ -5,8 +5,8 @@
     check() at every wait ◄── failure, raised ─ hub.ledger_head ─► origin.publish ─► hub.announce
     wait() before the next copy: never more than one version on its way, and its memory is free again
 
-A version that was published before a crash is published again by the resumed trainer. The same digest is harmless.
-Another digest means that the weights could not be reproduced (a GPU, another torch): a new incarnation begins.
+A resumed trainer publishes again what was published before the crash. Another digest means that the weights could not
+be reproduced (a GPU, another torch): a new incarnation begins.
 """
 
 import logging
@@ -35,20 +35,19 @@ MAX_NEW_INCARNATIONS = 8
 
 
 def views_of(weights: Mapping[str, Tensor], dtype: str) -> list[TensorView]:
-    """The weights in the published type; those that have it already are borrowed, not copied."""
+    """The weights in the published type; those that have it already are not copied."""
     return [lent_view(name, cast(tensor, DTYPES[dtype])) for name, tensor in weights.items()]
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating-point values in `dtype`; integers and masks keep their type."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @dataclass
 class Publisher:
-    """Saves and publishes one version at a time in its own thread; failures are raised in the main thread. Versions up
-    to `republished_until` were published before this process started; a digest conflict after that means a second
-    trainer. `worked_s`: time for the last version; `saved_s`: the part before publishing."""
+    """Failures are raised in the main thread. Versions up to `republished_until` were published before this process
+    started; a digest conflict after that means a second trainer. `worked_s`: time for the last version; `saved_s`: the
+    part before publishing."""
 
     origin: Origin
     hub: HubClient
@@ -73,8 +72,8 @@ class Publisher:
         self, version: int, copied: StateCopy, rows: Sequence[Row] = (), scores: Mapping[int, float] = {},
         publish: bool = True,
     ) -> None:  # fmt: skip
-        """Begin with a version, after the previous one is done (its failure is raised here). `rows` are reported first.
-        It is saved, with `scores`, if `copied` is captured; the copied memory must not change until it is done."""
+        """Begin with a version, after the previous one is done. It is saved, with `scores`, if `copied` is captured;
+        the copied memory must not change until it is done."""
         self.wait()
         self._current = self._pool.submit(self._work, version, copied, rows, scores, publish)
 
@@ -84,7 +83,6 @@ class Publisher:
             self._current.result()
 
     def wait(self) -> PolicyManifest | None:
-        """Wait until the newest version is published; its manifest."""
         if self._current is None:
             return None
         try:

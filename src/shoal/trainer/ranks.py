@@ -56,7 +56,7 @@ OVER = "over"
 RUN_METHOD = "run_with_weights"
 RESTARTS = 3
 LOOK_S = 0.1
-LAST_WORDS_S = 1.0  # the others fail a moment later in their collectives; the cause is among the first
+LAST_WORDS_S = 1.0  # wait for the exit codes of other ranks, which fail a moment later; the cause is among them
 SHUT_DOWN_S = 8  # less than the grace period of a supervisor
 
 
@@ -78,7 +78,7 @@ class Ranks:
         return flag
 
     def run(self, model: Any, call: Callable[[], T]) -> T:  # noqa: ARG002
-        """`call()` with gathered weights; every use of a model or of its head happens inside such a call."""
+        """Every use of a model or of its head happens inside such a call, with gathered weights."""
         return call()
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -97,7 +97,7 @@ class Ranks:
         return own
 
     def send(self, command: bytes) -> None:
-        """Rank 0: send a command to the others."""
+        """Rank 0 sends a command to the others."""
 
 
 class RankGroup(Ranks):
@@ -172,7 +172,7 @@ class RankGroup(Ranks):
         return message.numpy().tobytes()
 
     def end(self) -> None:
-        """Rank 0: end the others. Not a collective, so it works after one that failed."""
+        """Not a collective, so it works after one that failed."""
         self._store.set(f"message-{self._messages}", OVER)
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -201,7 +201,6 @@ def rows_of(count: int, rank: int, world: int) -> slice:
 
 
 def join_ranks(collective_s: float = COLLECTIVE_S) -> RankGroup:
-    """Meet the other processes, by the variables that `torchrun` sets."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=collective_s)
     store, rank, world = next(rendezvous("env://", timeout=limit))
@@ -215,7 +214,6 @@ def join_ranks(collective_s: float = COLLECTIVE_S) -> RankGroup:
 
 @contextmanager
 def lost_peers(ranks: RankGroup) -> Iterator[None]:
-    """A collective that fails because another process is gone becomes a `ShoalError`."""
     try:
         yield
     except RuntimeError as error:
@@ -227,7 +225,7 @@ def lost_peers(ranks: RankGroup) -> Iterator[None]:
 
 
 def run_group(arguments: Sequence[str], processes: int, stop: StopToken, restarts: int = RESTARTS) -> None:
-    """Run `python -m shoal.cli ARGUMENTS` in so many processes until all are done, `stop` is set, or they fail."""
+    """Run `python -m shoal.cli ARGUMENTS` until all are done, `stop` is set, or they fail."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "shoal.cli", *arguments]
     with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
@@ -256,7 +254,6 @@ def run_group(arguments: Sequence[str], processes: int, stop: StopToken, restart
 
 
 def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopToken) -> dict[int, int]:
-    """The exit codes of failed processes; empty when all are done or `stop` is set."""
     until_s = float("inf")
     while not stop.wait(LOOK_S):
         codes = [rank.poll() for rank in ranks]

@@ -1,10 +1,7 @@
 """The metric rows of a run: written to metrics.jsonl at once, sent to trackers, reported to the hub one version later.
 
-    add(step), amend(step) ─► row in the file, trackers, unreported ─take─► report ─► the hub, with alarms
-
 A resume relies on the file alone. A tracker (`trainer.tracking`: TensorBoard, Weights & Biases) that fails is warned
-about once and then left out. After a resume no step appears twice, and untracked steps are sent. torch is imported for
-TensorBoard only. Every wait has a limit.
+about once and then left out. After a resume no step appears twice, and untracked steps are sent.
 """
 
 from __future__ import annotations
@@ -81,8 +78,8 @@ class Tracked:
 
 
 class Tracker(Protocol):
-    """A destination for rows. `begin` gets the rows of earlier steps, `write` the row of a step, `amend` later numbers
-    of an earlier step. An exception removes the tracker, and training continues."""
+    """`begin` gets the rows of earlier steps, `write` the row of a step, `amend` later numbers of an earlier step. An
+    exception removes the tracker, and training continues."""
 
     def begin(self, rows: Sequence[Row]) -> None: ...
     def write(self, row: Row) -> None: ...
@@ -118,7 +115,6 @@ class Trackers:
 
 
 def require_trackers(words: Iterable[str]) -> None:
-    """Refuse trackers that are not installed, before anything is started."""
     for word in words:
         if word not in TRACKERS:
             resolve("trainer.tracking", "tracker", word)
@@ -158,7 +154,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run per run of shoal, also after a resume. wandb/cursor.json holds the newest logged step and the number
+    """One W&B run per run of shoal, also after a resume: wandb/cursor.json holds the newest logged step and the number
     of log calls."""
 
     def __init__(self, tracked: Tracked) -> None:
@@ -234,7 +230,7 @@ def open_trackers(words: Iterable[str], tracked: Tracked) -> Trackers:
 
 
 class RunRecord:
-    """Everything measured of each step. `scores` are the held-out scores by version. A warm start has no hub."""
+    """`scores` are the held-out scores by version. A warm start has no hub."""
 
     def __init__(self, path: Path, hub: HubClient | None, trackers: Trackers, clock: Clock) -> None:
         self._metrics = MetricsLog(path)

@@ -2,11 +2,9 @@
 
     TrainingGroup ─► a reward missing? ─► equal? ─► advantage per rollout ─► truncated and masked? ─► Sample
                        └ counted: unscored   └ counted: without_signal         └ counted: truncated
-    samples ─to_tensors─► TensorBatch ─score(model)─► log-probability and entropy of every drawn token
 
-The hub has replaced groups whose *task* rewards are equal. Here groups are left out whose total rewards give no
-advantage, or of which a reward is missing. Samples are packed end to end if the model supports it (`models.packed`),
-else they are padded rows; the numbers are the same up to rounding.
+Samples are packed end to end if the model supports it (`models.packed`), else they are padded rows; the numbers are the
+same up to rounding.
 
 Legend: T tokens end to end, B rows, L positions, N completion tokens that the model drew (flat), H hidden size.
 """
@@ -51,14 +49,13 @@ class Sample:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether every token that carries loss has a finite log-probability."""
         return bool(np.isfinite(self.behaviour[self.drawn]).all())
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The groups that are trained on, as lists of samples, and counts of the rest. `unscored` rollouts lack the reward,
-    or the log-probability of a drawn token."""
+    """The groups that are trained on, and counts of the rest. `unscored` rollouts lack the reward, or the
+    log-probability of a drawn token."""
 
     groups: list[list[Sample]]
     without_signal: int
@@ -68,7 +65,7 @@ class Prepared:
 
     @property
     def tokens(self) -> int:
-        """Tokens that carry loss, over the whole step; the loss is normalised by this count."""
+        """Tokens that carry loss, over the whole step: the loss is normalised by this count."""
         return sum(sample.trained for group in self.groups for sample in group)
 
 
@@ -117,8 +114,8 @@ def all_recorded(groups: Sequence[TrainingGroup]) -> list[Sample]:
 
 
 def check_groups(groups: Sequence[TrainingGroup], step: int, max_staleness: int, vocabulary: int) -> None:
-    """Refuse a batch that breaks the staleness bound or holds a token that the model does not have. On a GPU such a
-    token would end the process later and without a reason."""
+    """Refuse a batch that breaks the staleness bound or holds a token that the model does not have (on a GPU such a
+    token ends the process later, without a reason)."""
     for group in groups:
         if not 0 <= step - group.version <= max_staleness:
             versions = f"versions {max(0, step - max_staleness)}…{step} that max_staleness = {max_staleness} allows"
@@ -145,7 +142,7 @@ def _sample(group: TrainingGroup, rollout: TrainingRollout, advantage: float) ->
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """One micro-batch. `places_N` are the positions, counted through all rows, that predict the drawn tokens."""
+    """`places_N` are the positions, counted through all rows, that predict the drawn tokens."""
 
     ids: Tensor
     positions_T: Tensor | None  # None: padded rows; else `ids` are end to end

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from shoal.runtime.extensions import check_word
 from shoal.runtime.sizing import DERIVED
@@ -34,10 +34,8 @@ CLIP_OF_GSPO = (3e-4, 4e-4)
 NORMALISATION_OF: dict[str, Normalisation] = {"gspo": "samples", "dr_grpo": "constant"}
 
 
-class ObjectiveSettings(BaseModel):
+class ObjectiveSettings(BaseModel, frozen=True, extra="forbid"):
     """The [trainer.objective] table: what the loss takes beside its name. Defaults are the authors' own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     normalisation: Normalisation = Field("tokens", description="what a token weighs. gspo: samples, dr_grpo: constant")
     ratio_base: Literal["behaviour", "recomputed"] = Field(
@@ -53,10 +51,8 @@ class ObjectiveSettings(BaseModel):
     entropy: Real = Field(0.0, ge=0, description="weight of the entropy that is rewarded")
 
 
-class MemorySettings(BaseModel):
+class MemorySettings(BaseModel, frozen=True, extra="forbid"):
     """The [trainer.memory] table: number types and what is computed twice to save memory."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="type of weights and activations; master weights and moments are always float32"
@@ -68,10 +64,8 @@ class MemorySettings(BaseModel):
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class LoraSettings(BaseModel):
+class LoraSettings(BaseModel, frozen=True, extra="forbid"):
     """The [trainer.lora] table: train low-rank adapters instead of all weights."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int = Field(16, ge=1, le=1024, description="rank of each adapter")
     alpha: Real = Field(32.0, gt=0, description="an adapter's output is scaled by alpha / rank")
@@ -85,11 +79,9 @@ OWN_CODE: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-class TrainerSettings(BaseModel):
+class TrainerSettings(BaseModel, frozen=True, extra="forbid"):
     """How the policy is trained, kept and published. Steps, group size, staleness and temperature are settings of
     [run], which the trainer gets from the hub."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     learning_rate: Real = Field(1e-6, gt=0, description="AdamW's rate once warm")
     betas: tuple[Real, Real] = Field((0.9, 0.99), description="AdamW's decay of its two moments")

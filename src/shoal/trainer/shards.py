@@ -1,5 +1,4 @@
-"""A learner sharded over ranks: each rank holds a shard of the rows of every weight (FSDP2) and does what rank 0
-commands.
+"""A learner sharded over ranks: each rank holds some rows of every weight (FSDP2) and does what rank 0 commands.
 
     rank 0 (`loop`)                       the others (`follow_rank_0`)
     Begin(settings, config, folder) ────► build the model, take their rows
@@ -8,9 +7,9 @@ commands.
     Restore(folder) ────────────────────► read their rows of a checkpoint
     (over) ─────────────────────────────► end
 
-Commands are msgpack of known structures, never pickles. Only rank 0 talks to the hub, writes checkpoints, and holds a
-whole model (in host memory). The others need config.json and the checkpoint folder (a shared file system, if they run
-on several machines). The weights of a layer are gathered when it computes, and dropped afterwards.
+Commands are msgpack of known structures. Only rank 0 talks to the hub, writes checkpoints, and holds a whole model (in
+host memory). The others need config.json and the checkpoint folder (a shared file system, if they run on several
+machines).
 """
 
 import logging
@@ -71,7 +70,7 @@ def _send(ranks: Ranks, command: Begin | Train | Wait | Copy | Restore) -> None:
 
 
 class Actions:
-    """What a run does with its learner. The other ranks are told first and do the same."""
+    """The other ranks are told first and do the same."""
 
     def __init__(self) -> None:
         self._copies = Copies()
@@ -97,14 +96,12 @@ class Actions:
 
 
 def lead_ranks(loaded: LoadedModel, settings: TrainerSettings, ranks: RankGroup) -> Learner:
-    """Rank 0: a learner with the weights of `loaded`, sharded over the ranks."""
     ranks.use(choose_device(settings.device))
     _send(ranks, Begin(settings.model_dump_json(), dict(loaded.files)))
     return _learner(loaded.model, settings, loaded.files, ranks)
 
 
 def run_rank(stop: StopToken) -> None:
-    """Be one of the other ranks until rank 0 ends, or `stop` is set."""
     ranks = join_ranks()
     try:
         with lost_peers(ranks):
@@ -147,8 +144,8 @@ def _learner(whole: Any, settings: TrainerSettings, files: Mapping[str, bytes], 
 
 
 def shard_model(whole: nn.Module | None, files: Mapping[str, bytes], precision: str, ranks: RankGroup) -> Any:
-    """The model of `files` in shards, with the weights of `whole` (on rank 0; None elsewhere). Collective. Weights are
-    stored in float32; with `precision` "bfloat16" they are rounded when they are gathered."""
+    """The model of `files` in shards, with the weights of `whole` (on rank 0; None elsewhere). Weights are stored in
+    float32; with `precision` "bfloat16" they are rounded when they are gathered."""
     with torch.device("meta"):
         model = model_from_files(files, device="meta")
     shard(model, precision, ranks)
@@ -159,7 +156,7 @@ def shard_model(whole: nn.Module | None, files: Mapping[str, bytes], precision: 
 
 
 def shard(model: Any, precision: str, ranks: RankGroup) -> None:
-    """Shard the weights layer by layer. Gradients become sums over the ranks, not means."""
+    """Gradients become sums over the ranks, not means."""
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
     for part in [*decoder_layers(model), model]:

@@ -1,7 +1,6 @@
 """One training step: groups in, changed weights and metrics out. No hub, no files, no clock.
 
     groups ─prepare─► samples by group ─minibatches─► micro-batches of each process ─► one `Update` per minibatch
-                                                          └ log-probabilities of the starting policy, if the loss asks
     update: for each micro-batch: forward, loss, backward (summed) ─► norm ─► numbers, the same in every process
         veto(numbers) gives a reason? ─► skipped, counted
         not finite?                   ─► TrainingDiverged, the weights stay
@@ -9,10 +8,7 @@
 
 The loss of a minibatch is the weighted sum of its tokens' losses, times the number of minibatches. Weights follow from
 the counts of the whole step, so a token weighs the same in every minibatch, micro-batch and process. A process with
-fewer micro-batches than the others computes dummies, which add zero. Numbers are summed over tokens, ranks and updates:
-
-    micro-batch ─add─► UpdateSums (tensors: no wait for the GPU) ─reduced─► StepSums (floats, equal in every rank)
-    ─veto, then add─► StepTotals ─► the row of metrics
+fewer micro-batches than the others computes dummies, which add zero.
 
 Legend: N completion tokens that the model drew (flat).
 """
@@ -55,8 +51,8 @@ RATIO, RATIO_SQUARED = "_ratio", "_ratio_squared"
 
 @dataclass
 class StepSums:
-    """Sums and peaks over all processes, of one update or several. `tokens` counts the tokens behind each sum, so an
-    update that did not measure something does not enter its mean."""
+    """Over all processes, of one update or several. `tokens` counts the tokens behind each sum, so an update that did
+    not measure something does not enter its mean."""
 
     sums: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
@@ -107,8 +103,7 @@ class UpdateSums:
 
 @dataclass
 class StepTotals:
-    """The numbers of a step. `grad_norm` is the mean over applied updates, if there is one; `grad_norm_max` is over
-    all."""
+    """`grad_norm` is the mean over applied updates, if there is one; `grad_norm_max` is over all."""
 
     numbers: StepSums = field(default_factory=StepSums)
     grad_norms: list[float] = field(default_factory=list)
@@ -116,7 +111,6 @@ class StepTotals:
     skipped: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """The numbers for the row; if nothing was measured, only the count of skipped updates."""
         skipped = {"skipped_updates": float(self.skipped)}
         if not self.grad_norms:
             return skipped
@@ -128,13 +122,12 @@ Veto = Callable[[Mapping[str, float]], str | None]
 
 
 class Stopped(Exception):
-    """The process was told to stop. Not an error: memory is dropped, and the last checkpoint is good."""
+    """The process was told to stop: memory is dropped, and the last checkpoint is good."""
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """Everything that determines a step except the state of the learner. A warm start passes samples instead of
-    `groups`."""
+    """Everything that determines a step except the state of the learner. A warm start passes samples instead."""
 
     step: int
     groups: Sequence[TrainingGroup] = ()
@@ -203,7 +196,6 @@ class Update:
 
     @torch.no_grad()
     def measure_mismatch(self, batch: MicroBatch, tally: UpdateSums) -> None:
-        """Measure how far the current policy is from the recorded log-probabilities."""
         self._check_stop()
         laid = self._to_tensors(batch)
         difference_N = self._score(self.learner.model, laid).logprobs - laid.behaviour_N
@@ -267,8 +259,8 @@ def train_step(
     learner: Learner, work: StepWork, interrupted: Callable[[], bool] = lambda: False,
     veto: Veto = lambda _numbers: None,
 ) -> dict[str, float]:  # fmt: skip
-    """Train on the groups of one step. The same learner and work give the same weights, bit for bit on a CPU. A step in
-    which no token carries loss changes nothing, also not by weight decay: `tokens` is 0."""
+    """The same learner and work give the same weights, bit for bit on a CPU. A step in which no token carries loss
+    changes nothing, also not by weight decay: `tokens` is 0."""
     vocabulary = learner.model.get_output_embeddings().weight.shape[0]
     check_groups(work.groups, work.step, work.max_staleness, vocabulary)
     prepared = prepare(work.groups, learner.advantage, learner.settings.mask_truncated)
@@ -292,8 +284,8 @@ def train_step(
 
 
 def check_policy(learner: Learner, work: StepWork, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
-    """Measure the current policy on groups that it was trained on, with forward passes only: `mismatch` and
-    `mismatch_kl` as at the beginning of a step. `weights` is NaN if a weight is not finite or huge."""
+    """Measure the policy on groups that it was trained on, with forward passes only. `weights` is NaN if a weight is
+    not finite or huge."""
     update, tally, samples = Update(learner, work, interrupted), UpdateSums(), all_recorded(work.groups)
     for batch in _share(learner, samples, lambda _own: 0.0) if samples else ():
         update.measure_mismatch(batch, tally)
@@ -304,7 +296,7 @@ def check_policy(learner: Learner, work: StepWork, interrupted: Callable[[], boo
 
 
 def mean_loss(learner: Learner, samples: Sequence[Sample], interrupted: Callable[[], bool]) -> float:
-    """The mean loss of the current policy on these samples, in nats per token: forward passes in one process."""
+    """In nats per token: forward passes in one process."""
     update, batches = Update(learner, StepWork(0), interrupted), _share(learner, samples, lambda _own: 0.0)
     total = sum(float(update.logprobs(batch).double().sum()) for batch in batches)
     return -total / sum(sample.trained for sample in samples)

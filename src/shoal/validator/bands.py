@@ -1,12 +1,10 @@
 """Honest bands: how much honest work of one kind of engine deviates, as another sees it, and the limits that follow.
 
-    cases with replays ─► Bands.of ─► joined over validators and kernels ─► limits_from ─► a `Profile`
-
-Limits of single tokens and proofs: exceeded by one token in three million, by continuing the tail from the 99 % and
-99.9 % quantiles as a power (measured on 169,523 and 250,396 tokens: each further decade is 1.5 to 1.8 times as far).
-What is beyond counts as an accident. Limits of sums: the largest mean of the first, second and later parts of rollouts
-(next to the prompt two engines of one format agree to the bit), plus a quarter and three standard errors; and the
-variance between rollouts and between submissions. No limit is tighter than that of the float32 profile.
+Limits of single tokens and proofs are exceeded by one token in three million: the tail from the 99 % and 99.9 %
+quantiles is continued as a power (measured on 169,523 and 250,396 tokens: each further decade is 1.5 to 1.8 times as
+far). What is beyond counts as an accident. Limits of sums: the largest mean of the first, second and later parts of
+rollouts (next to the prompt two engines of one format agree to the bit), plus a quarter and three standard errors; and
+the variance between rollouts and between submissions. No limit is tighter than that of the float32 profile.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ MOST_SHARED = 0.5  # if a group has too few events to estimate it
 @dataclass(frozen=True)
 class Bands:
     """What honest work showed. Distances are probabilities; mantissa errors are units of bfloat16's last bit. `limits`
-    follow from it, without room for other machines; the other fields are for people."""
+    have no room for other machines yet; the other fields are for people."""
 
     tokens: int
     limits: Profile
@@ -62,9 +60,8 @@ class Bands:
 
     @classmethod
     def of(cls, cases: Sequence[Case], others: Sequence[Sequence[Case]] = ()) -> Bands:
-        """The bands of replayed cases. `others` are shorter series by other kernels: they count for single tokens and
-        proofs, and raise means. Variances come from the main series alone, because estimates from few tokens are too
-        wide."""
+        """`others` are shorter series by other kernels: they count for single tokens and proofs, and raise means.
+        Variances come from the main series alone: estimates from few tokens are too wide."""
         pool = _Pool.of(cases)
         is_exact = format_of(cases[0].lease.profile) == "float32"
         single = _single_limits(_Pool.of([case for series in (cases, *others) for case in series]), is_exact)
@@ -102,7 +99,6 @@ class Bands:
         return Bands(**{**vars(self), **worst, "tokens": tokens, "limits": limits})
 
     def numbers(self) -> dict[str, float]:
-        """For the profile's `[measured]` table, with four digits."""
         return {name: float(f"{value:.4g}") for name, value in self._plain().items()}
 
     def _plain(self) -> dict[str, float]:
@@ -111,8 +107,8 @@ class Bands:
 
 @dataclass(frozen=True, eq=False)
 class _Pool:
-    """All drawn tokens and all proofs of the cases, end to end, without outliers. `part` and `proof_part` count the
-    proofs before it in its rollout."""
+    """All drawn tokens and proofs of the cases, end to end, without outliers. `part` and `proof_part` count the proofs
+    before it in its rollout."""
 
     distance: Floats
     outside: npt.NDArray[np.bool_]
@@ -142,8 +138,7 @@ class _Pool:
 
 
 def _single_limits(pool: _Pool, is_exact: bool) -> Profile:
-    """The limits of single tokens and proofs. There are no accidents if the worker `is_exact` and no token exceeds
-    float32 limits."""
+    """There are no accidents if the worker `is_exact` and no token exceeds float32 limits."""
     usual, compared = Profile(key="torch/cpu/float32"), pool.compared
     whole = compared.k >= min(WHOLE_PROOF, int(np.median(compared.k)))
     chance = 0 if compared.k[whole].min() >= WHOLE_PROOF else LARGEST_ERROR  # as `severity_of` forgives it
@@ -173,7 +168,7 @@ def _single_limits(pool: _Pool, is_exact: bool) -> Profile:
 
 
 def _with_caps(pool: _Pool, error_T: Floats, means: Floats) -> NoiseLimits:
-    """The float32 limits, with the most that one token or proof counts for, from the means."""
+    """The float32 limits, with the most that one token or proof counts for."""
     distance = float(pool.distance.sum()) / max(1, int(pool.outside.sum()))
     seen = {"distance": distance, "logprobs": float(error_T.mean()), "mantissa": float(means.mean())}
     most = {name: MOST[name] * mean for name, mean in seen.items() if mean > 0}
@@ -191,7 +186,6 @@ def _tail(values: Floats, decades: float) -> float:
 
 
 def _sum_limits(single: Profile, cases: Sequence[Case]) -> Profile:
-    """The same with the limits of sums, from cases that are judged by `single`."""
     measures, pool, noise = [case.measures for case in cases], _Pool.of(cases), {}
     logprobs = _logprob_moments(measures, pool, single.logprobs)
     for name in NoiseLimits.model_fields:
@@ -201,7 +195,7 @@ def _sum_limits(single: Profile, cases: Sequence[Case]) -> Profile:
 
 
 def _with_raised_means(limits: Profile, cases: Sequence[Case]) -> Profile:
-    """The limits with the means of these cases if they are larger; variances grow with them."""
+    """Variances grow with the means."""
     measures = [replace(case, profile=limits).measures for case in cases]
     noise = {}
     for name in NoiseLimits.model_fields:
@@ -220,7 +214,7 @@ def _accident_rate(odd: npt.NDArray[np.bool_]) -> float:
 
 
 def _logprob_moments(measures: Sequence[Measures], pool: _Pool, usual: LogprobLimits) -> LogprobLimits:
-    """Moments of log-probability errors: of one token, and those shared by the tokens of a rollout."""
+    """Of one token, and those that the tokens of a rollout share."""
     weight_T = weights(pool.logprobs)
     lean = float(pool.delta.sum() / weight_T.sum())
     spread = math.sqrt(_largest(np.square(pool.delta - lean * weight_T), np.square(weight_T), pool.part))
@@ -311,7 +305,7 @@ def _line_and_curve(seen_T: Floats, nats_T: Floats) -> tuple[float, float]:
 
 
 def limits_from(bands: Bands, key: str) -> Profile:
-    """The profile that follows from the bands, with room for other prompts, batches and machines."""
+    """With room for other prompts, batches and machines."""
     noise = {}
     for name in NoiseLimits.model_fields:
         limits, usual = getattr(bands.limits.noise, name), getattr(NoiseLimits(), name)

@@ -11,10 +11,9 @@ chosen. The first token that passes only by the tolerance is such a place. Compl
 cut into blocks of that size from a random place on: the first such token of the block in which the rollout ends is
 taken, and a branch counts only if it ends in the same block.
 
-The hub says of which share of a node's tokens branches are decoded (`Audit.look_share`): a little of everybody's, more
-at first and where the evidence grows. They take at most `TIME_SHARE` of this validator's time. A share for which there
-is no time is owed: later groups of the node are looked at so much more, as far as one call for many branches costs
-hardly more time than one for a few.
+The hub says which share of a node's tokens is decoded again (`Audit.look_share`): a little of everybody's, more at
+first and where the evidence grows. This takes at most `TIME_SHARE` of this validator's time. What there is no time for
+is owed: later groups of the node are looked at so much more. One call for many branches costs hardly more than for few.
 """
 
 import logging
@@ -75,28 +74,29 @@ class Branch:
     limit: int
 
     def request(self, steps: int) -> GenerationRequest:
-        """Asks for `steps` tokens. All branches of one call ask for equally many, to be decoded together, but not more
-        than their leases allow, because the context of the model may end there."""
+        """All branches of one call ask for equally many steps, to be decoded together, but not more than their leases
+        allow: the context of the model may end there."""
         lease, kept = self.case.lease, self.case.rollouts[self.rollout].token_ids[: self.token]
         steps = min(steps, lease.sampling.max_new_tokens - self.token)
         sampling = lease.sampling.model_copy(update={"max_new_tokens": steps})
         prompt = (*lease.prompt_ids, *kept.tolist())
-        return GenerationRequest(prompt, (lease.seed_numbers[self.rollout],), sampling, begun=self.token)
+        seeds, decode = (lease.seed_numbers[self.rollout],), self.case.decode
+        return GenerationRequest(prompt, seeds, sampling, begun=self.token, decode=decode)
 
     def ended(self, tokens: npt.NDArray[np.int32]) -> Rollout | None:
         """The whole completion with these tokens; None if it does not end in time."""
         sampling = self.case.lease.sampling
         tokens = tokens[: self.limit]
-        is_end = int(tokens[-1]) == sampling.eos_token_id
-        if not is_end and self.token + len(tokens) < sampling.max_new_tokens:
-            return None
         ids = np.concatenate([self.case.rollouts[self.rollout].token_ids[: self.token], tokens])
+        is_end = self.case.ending.first(ids.tolist()) is not None
+        if not is_end and len(ids) < sampling.max_new_tokens:
+            return None
         finish: Finish = "eos" if is_end else "length"
         return Rollout(tokens=pack_tokens(ids), logprobs=pack_logprobs(np.zeros(len(ids))), finish=finish)
 
 
 def branch_of(case: Case, rollout: int, size: int, phase: int) -> Branch | None:
-    """The branch of a rollout; None if no token in its last block passes by the tolerance."""
+    """None if no token in its last block passes by the tolerance."""
     start, length = int(case.starts[rollout]), case.lengths[rollout]
     begin, end = block_around(length - 1, size, phase)
     found = np.flatnonzero(by_tolerance(case)[start + begin : start + length])
@@ -123,7 +123,7 @@ def differences(rewards: Sequence[float], branches: Sequence[tuple[int, float]])
 
 @dataclass
 class BranchChecker:
-    """Decodes branches within its share of time; `rng` is this validator's secret."""
+    """`rng` is this validator's secret."""
 
     time_share: float = TIME_SHARE
     clock: Clock = field(default_factory=SystemClock)
@@ -134,7 +134,7 @@ class BranchChecker:
         self._owed, self._repaid = dict[str, float](), REPAID  # by node, in groups
 
     def look(self, judged: Sequence[JudgedCase], engine: Engine, score: Score) -> list[Branches]:
-        """What the branches of each case showed. Dialogues are left out, because the tool would answer otherwise."""
+        """Dialogues are left out: the tool would answer otherwise."""
         began_s, nothing = self.clock.monotonic_s(), [NO_BRANCHES] * len(judged)
         able = [(case, share) for case, rewards, share in judged if rewards is not None and case.replay is not None]
         able = [(case, share) for case, share in able if not case.dialogue]
@@ -181,8 +181,8 @@ class BranchChecker:
             del self._owed[next(iter(self._owed))]
 
     def _chosen(self, case: Case, share: float) -> Iterator[Branch]:
-        """At most one branch per rollout; in all about `share` of the tokens of the case are decoded. Of rollouts that
-        are equal up to there only one, because rounding moves them all in the same direction."""
+        """At most one branch per rollout; in all about `share` of the tokens of the case. Of rollouts that are equal up
+        to there only one: rounding moves them all in the same direction."""
         longest, begun = case.lease.sampling.max_new_tokens, set[bytes]()
         for rollout in self.rng.sample(range(len(case.lengths)), len(case.lengths)):
             whole = longest <= LONGEST

@@ -32,19 +32,12 @@ from shoal.models import TextTokenizer
 from shoal.models.quantize import INT4, INT8, Quantization, is_rounded
 from shoal.protocol import ProofParameters, SamplingParameters
 from shoal.toploc import chunk_rows
+from shoal.validator import evidence
 from shoal.validator.bands import Bands, limits_from
 from shoal.validator.branches import choice_bits
 from shoal.validator.case import Case, Ints, Replay, joined, part_of, replay_all, uniforms_of
 from shoal.validator.checks import AFTER_PREFILL, run_checks
-from shoal.validator.evidence import (
-    SEEDS,
-    STRIKE,
-    Measures,
-    Outliers,
-    accident_sums,
-    log_evidence,
-    log_evidence_of_seeds,
-)
+from shoal.validator.evidence import SEEDS, STRIKE, Measures, Outliers
 from shoal.validator.profiles import Measured, Profile
 from shoal.validator.verdicts import LeaseTemplate, seeds_of
 
@@ -66,15 +59,15 @@ RESAMPLED = 200  # blocks of each size, drawn from the chunks in several orders
 MOST_ORDERS = 32
 CHEAT_TOKENS = 32
 VARIANT_TOKENS = 16
-SMALL_BATCHES = (1, 8, 64)  # beside the main series of 256
-ENOUGH_TOKENS = 1024  # of one kernel, for bands of its own: fewer are counted with the others
+SMALL_BATCHES = (1, 8, 64)  # measured beside the main series of 256
+ENOUGH_TOKENS = 1024  # a kernel with fewer tokens gets no bands of its own; they join the main series
 LEAST_SEQUENCES = 32
 MOST_SEQUENCES = 512
-SHORT_TOKENS = 64  # with shorter completions more of them are drawn
+SHORT_TOKENS = 64  # if completions are shorter, more of them are drawn
 LONGEST_PROMPT, PROMPT_HEAD = 512, 32
 PROMPTS_TRIED = 128
 COMPILING_S = 5.0
-DRAW_S = 10.0  # for one series of completions, if the machine is slow
+DRAW_S = 10.0  # the most time for one series of completions; a slow machine draws fewer
 BATCH_GROUPS = 64
 PROBE_SEQUENCES = 128
 PROBE_ERRORS = 2.5
@@ -94,7 +87,7 @@ class Plan:
     """What is drawn: `sequences` completions of at most `tokens` tokens, in groups, after these prompts."""
 
     prompts: Prompts
-    eos_token_id: int
+    eos_token_ids: tuple[int, ...]
     sequences: int = 256
     tokens: int = 96
     group_size: int = 8
@@ -161,8 +154,8 @@ def measure(
     report: Progress = log.debug,
     sizes: Sequence[int] = (),
 ) -> Measurement:
-    """Measure the kind of `worker` as `validators` see it. The worker's engine may be one of theirs; its weights change
-    while it draws, and are restored. Blocks of `sizes` tokens are tried too."""
+    """The worker's engine may be one of the validators'; its weights change while it draws, and are restored. Blocks of
+    `sizes` tokens are tried too."""
     began = time.monotonic()
     subject = Subject(worker, plan, report)
     honest = subject.honest()
@@ -229,7 +222,12 @@ def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) ->
     if len(failed_checks(cases, limits)) > HONEST_FAILING * len(cases):
         return True
     before = limits.measured.bands if limits.measured is not None else {}
-    groups = np.array([_means(case.replayed) for case in cases])
+    found = []  # by group, the values named in `LEAST_MOVED`
+    for seen in (case.replayed for case in cases):
+        values, others = int(seen.comparisons.k.sum()), int(seen.comparisons.exp_mismatches.sum())
+        mantissa = float(seen.comparisons.mant_err_sum.sum()) / max(1, values - others)
+        found.append((float(seen.outside.mean()), others / max(1, values), mantissa))
+    groups = np.array(found)
     errors = groups.std(axis=0, ddof=1) / math.sqrt(len(cases))
     return any(
         mean > max(before[name] * HALF_MARGIN + PROBE_ERRORS * error, least)
@@ -238,17 +236,9 @@ def has_moved(worker: Engine, validator: Engine, plan: Plan, limits: Profile) ->
     )
 
 
-def _means(seen: Replay) -> tuple[float, float, float]:
-    """The values named in `LEAST_MOVED`, for one group."""
-    compared = seen.comparisons
-    values, others = int(compared.k.sum()), int(compared.exp_mismatches.sum())
-    mantissa = float(compared.mant_err_sum.sum()) / max(1, values - others)
-    return float(seen.outside.mean()), others / max(1, values), mantissa
-
-
 def _bands(seen: Mapping[str, Sequence[Case]]) -> Bands:
-    """The bands of all kernels: the main series with small batches; other series of enough tokens raise the means.
-    Groups of one row only have to pass."""
+    """The main series with small batches; other series of enough tokens raise the means. Groups of one row only have to
+    pass."""
     large = [cases for name, cases in seen.items() if name != MAIN and _tokens(cases) >= ENOUGH_TOKENS]
     small = [case for cases in seen.values() if cases not in large for case in cases if len(case.lengths) > 1]
     return Bands.of(small, large)
@@ -263,7 +253,7 @@ MAIN = "main"
 
 
 class Subject:
-    """The worker that is measured: an engine with the policy loaded, which draws honest groups and others."""
+    """The worker that is measured, with the policy loaded."""
 
     def __init__(self, worker: Engine, plan: Plan, report: Progress) -> None:
         self._worker, self._plan, self._report = worker, plan, report
@@ -274,7 +264,6 @@ class Subject:
         self._alike = [prompt for prompt in plan.prompts if len(prompt) == usual]
 
     def honest(self) -> dict[str, list[Case]]:
-        """Groups drawn honestly, with many rows, few rows, and other kernels."""
         plan, found = self._plan, dict[str, list[Case]]()
         tokens = min(VARIANT_TOKENS, plan.tokens)
         if self._is_gpu:  # the largest first, so that the others fit into its memory
@@ -311,7 +300,7 @@ class Subject:
         return found
 
     def cheating(self, name: str) -> list[Case]:
-        """What a cheat submits, of at most as many tokens as honest groups."""
+        """At most as many tokens as honest groups."""
         tokens, temperature = min(CHEAT_TOKENS, self._plan.tokens), 1.0 if name in ROUNDED else COOLER
         with rounded(weights_of(self._worker), ROUNDED[name]) if name in ROUNDED else nullcontext():
             return self.drawn(name, self._plan.rows(tokens, self._token_row_s), tokens, temperature)
@@ -319,8 +308,8 @@ class Subject:
     def drawn(self, label: str, rows: int, tokens: int, temperature: float = 1.0, prompts: Prompts = ()) -> list[Case]:
         """Groups of so many sequences in all, drawn at `temperature` times that of their leases."""
         plan, prompts = self._plan, prompts or self._plan.prompts
-        eos, worker, size = plan.eos_token_id, self._worker, min(rows, plan.group_size)
-        sampling = SamplingParameters(temperature=plan.temperature, max_new_tokens=tokens, eos_token_id=eos)
+        eos, worker, size = plan.eos_token_ids, self._worker, min(rows, plan.group_size)
+        sampling = SamplingParameters(temperature=plan.temperature, max_new_tokens=tokens, eos_token_ids=eos)
         terms = LeaseTemplate(label, size, sampling, plan.proof, worker.kind)
         leases = [terms.lease(n, prompts[n % len(prompts)]) for n in range(rows // size)]
         drawn = sampling.model_copy(update={"temperature": plan.temperature * temperature})
@@ -335,7 +324,7 @@ class Subject:
 
 
 def weights_of(engine: Engine) -> Mapping[str, Any]:
-    """The weights of an engine by name, in place; an engine that hides them cannot be measured."""
+    """By name, in place; an engine that hides them cannot be measured."""
     from shoal.models.state import policy_state
 
     if (model := getattr(engine, "model", None)) is not None:
@@ -365,7 +354,6 @@ def attention(model: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def rounded(weights: Mapping[str, Any], how: Quantization) -> Iterator[None]:
-    """Round the matrices of linear layers in place, and restore them afterwards."""
     kept = {name: each.clone() for name, each in weights.items() if is_rounded(name, each.shape)}
     try:
         for name, each in kept.items():
@@ -417,7 +405,7 @@ def other_seeds(cases: Sequence[Case]) -> list[Case]:
 
 
 def failed_checks(cases: Sequence[Case], profile: Profile) -> list[str]:
-    """The reasons for which these groups would be rejected, without unsure ones."""
+    """Without unsure ones."""
     findings = [run_checks(AFTER_PREFILL, replace(case, profile=profile))[-1] for case in cases]
     return [finding.reason for finding in findings if not finding.passed and not finding.unsure]
 
@@ -443,10 +431,10 @@ def caught(block: Replay, lengths: Ints, profile: Profile) -> tuple[bool, bool]:
     measures = Measures.of(block, block.logprobs, np.zeros(1, np.int64), kept, profile.noise)
 
     series = (odd.unseeded, odd.proofs)
-    far, proofs = (accident_sums(points, np.arange(len(points)), profile.accidents) for points in series)
-    seeds = log_evidence_of_seeds(far, *(measures.sums(name, profile) for name in SEEDS))
-    drift = max(log_evidence(name, measures.sums(name, profile)) for name in ("exponents", "mantissa"))
-    return seeds >= STRIKE, max(drift, log_evidence("accidents", proofs)) >= STRIKE
+    far, proofs = (evidence.accident_sums(points, np.arange(len(points)), profile.accidents) for points in series)
+    seeds = evidence.log_evidence_of_seeds(far, *(measures.sums(name, profile) for name in SEEDS))
+    drift = max(evidence.log_evidence(name, measures.sums(name, profile)) for name in ("exponents", "mantissa"))
+    return seeds >= STRIKE, max(drift, evidence.log_evidence("accidents", proofs)) >= STRIKE
 
 
 def blocks_of(cases: Sequence[Case], size: int, nats: float = 0) -> Iterator[tuple[Replay, Ints]]:

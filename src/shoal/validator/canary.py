@@ -5,8 +5,7 @@
                                                                                            └─ accepted: CanaryMissed
 
 Without them a profile that is far too wide, or a broken check, could let cheats pass unnoticed. A validator that misses
-its canary reports nothing of that round and ends; its claims return to the hub. `SelfTest` does the same with this
-machine's own work, before a contributor joins.
+its canary reports nothing of that round and ends. `SelfTest` does the same with this machine's own work.
 """
 
 import hashlib
@@ -40,7 +39,6 @@ class Original:
     case: Case
 
     def twin(self, rollouts: Sequence[Rollout]) -> AuditJob:
-        """The audit with other rollouts."""
         body = pack(msgspec.structs.replace(self.case.claim, rollouts=list(rollouts)))
         changes = {"submission": submission_digest(body), "size_bytes": len(body), "shown": ()}
         return replace(self.job, audit=self.job.audit.model_copy(update=changes), body=body)
@@ -85,7 +83,7 @@ class Canary:
         return name
 
     def _twin(self, original: Original) -> tuple[str, AuditJob]:
-        """The next way of cheating that surely shows with this submission."""
+        """The next cheat that surely shows with this submission."""
         names = list(CANARY_CHEATS)
         for turn in range(self._turn, self._turn + len(names)):
             name = names[turn % len(names)]
@@ -99,12 +97,12 @@ class Canary:
 def edited_tokens(original: Original) -> AuditJob | None:
     """The first token of every longer rollout is another one."""
     case, rollouts, edited = original.case, list(original.case.rollouts), 0
-    eos, size = case.lease.sampling.eos_token_id, case.vocabulary_size
+    eos, size = case.lease.sampling.eos_token_ids, case.vocabulary_size
     for index, rollout in enumerate(rollouts):
         tokens = rollout.token_ids
         if len(tokens) >= LONG_ENOUGH:
             shifts = (size // 2, size // 2 + 1)
-            tokens[0] = next(other for shift in shifts if (other := (tokens[0] + shift) % size) != eos)
+            tokens[0] = next(other for shift in shifts if (other := (tokens[0] + shift) % size) not in eos)
             rollouts[index] = msgspec.structs.replace(rollout, tokens=pack_tokens(tokens))
             edited += 1
     return original.twin(rollouts) if edited > 1 else None
@@ -178,8 +176,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """A policy, what this machine generates with, and the validator to judge it."""
-
     files: Mapping[str, bytes]
     tensors: Mapping[str, TensorView]
     worker: Machine
@@ -203,8 +199,9 @@ class SelfTest:
         judge = Judge(build_environment(EnvironmentSettings(name="sort")), self.profiles)
         tokenizer, environment = TextTokenizer(self.files), judge.environment
         tasks = environment.tasks("train")
-        eos = tokenizer.eos_token_id
-        sampling = SamplingParameters(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=eos)
+        sampling = SamplingParameters(
+            temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_ids=tokenizer.eos_token_ids
+        )
         terms = LeaseTemplate("selftest", GROUP_SIZE, sampling, self.proof, worker.kind, environment.digest)
         leases = [terms.lease(n, tokenizer.encode(tasks[n].prompt), tasks[n].id) for n in range(GROUPS)]
         requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling) for lease in leases]

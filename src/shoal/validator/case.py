@@ -33,13 +33,15 @@ import numpy.typing as npt
 from shoal.engines import Engine, PrefillRequest
 from shoal.engines.dialogue import Dialogue, Reading
 from shoal.errors import CodecError, ShoalError
+from shoal.models.ending import Decode, EndRule
 from shoal.protocol import BodyLimits, CheckResult, Lease, ProofParameters, Severity, Sums, Tally, unpack
 from shoal.protocol.submission import Rollout, ShownPrefix, Submission, drawn_mask, pack_tokens
+from shoal.protocol.verdict import TokenTrace
 from shoal.sampling import SeedCheck, check_seeded, uniforms_at
 from shoal.sampling.check import distances
 from shoal.toploc import Comparisons, PointBatch, chunk_rows, chunk_topk, compare, split_proofs
 from shoal.toploc.points import proof_size
-from shoal.validator.evidence import MOST_POINTS, Kept, Measures, Outliers, accident_sums, log_evidence
+from shoal.validator.evidence import MOST_POINTS, Kept, Measures, Outliers, accident_sums, log_evidence, logprob_errors
 from shoal.validator.profiles import NoiseLimits, Profile
 
 log = logging.getLogger(__name__)
@@ -94,7 +96,7 @@ MESSAGE_LIMIT, GIB = 500, 2**30
 # These only bound memory. They must be wider than the limits of the hub: a body that the hub took is not too large.
 BODY_LIMITS = BodyLimits(compressed_bytes=GIB, inflated_bytes=4 * GIB)
 
-IMPROBABLE_NATS = -35.0  # two rollouts of this log-probability do not come out alike: 10⁻¹⁵
+IMPROBABLE_NATS = -35.0  # two rollouts of this log-probability are not equal by chance: 10⁻¹⁵
 DISTINCT_PROOF_BYTES = 2 + 2 * 16  # 16 values: fewer may agree by chance
 FIRST_ROWS = 2
 
@@ -151,10 +153,10 @@ class Case:
     dialogue: Dialogue | None = None
     shown: tuple[ShownPrefix, ...] = ()
     first: int = 0
+    decode: Decode | None = None
 
     @property
     def claim(self) -> Submission:
-        """The decoded submission, for checks after that of the envelope."""
         assert self.submission is not None, "the envelope check comes first"
         return self.submission
 
@@ -166,6 +168,10 @@ class Case:
     def replayed(self) -> Replay:
         assert self.replay is not None, "only after the prefill"
         return self.replay
+
+    @cached_property
+    def ending(self) -> EndRule:
+        return EndRule.of(self.lease.sampling, self.decode)
 
     @cached_property
     def seeds(self) -> tuple[int, ...]:
@@ -188,6 +194,10 @@ class Case:
         return np.frombuffer(b"".join(rollout.logprobs for rollout in self.rollouts), dtype="<f4").astype(np.float64)
 
     @cached_property
+    def logprob_errors(self) -> Floats:
+        return logprob_errors(self.claimed, self.replayed.logprobs)
+
+    @cached_property
     def readings(self) -> list[Reading]:
         """Every rollout of a dialogue, parsed by its tokens alone."""
         assert self.dialogue is not None, "only of a dialogue"
@@ -195,13 +205,12 @@ class Case:
 
     @cached_property
     def drawn(self) -> npt.NDArray[np.bool_]:
-        """Which tokens the model drew. Of tool tokens only proofs are judged."""
+        """Of tool tokens only proofs are judged."""
         pairs = zip(self.rollouts, self.lengths, strict=True)  # shown ones may end with tool tokens
         return np.concatenate([drawn_mask(r.given, n + 1)[:n] if r.given else np.ones(n, np.bool_) for r, n in pairs])
 
     @cached_property
     def generated(self) -> int:
-        """The number of drawn tokens, which earn credit."""
         return int(self.drawn.sum())
 
     @cached_property
@@ -217,7 +226,6 @@ class Case:
 
     @cached_property
     def points(self) -> Ints:
-        """The number of values that each proof commits to."""
         return np.array([len(chunk) // 2 - 1 for chunk in self.proofs], dtype=np.int64)
 
     @cached_property
@@ -283,6 +291,14 @@ class Case:
         return accident_sums(points, self.rollout_of_chunk, self.profile.accidents, most)
 
     @property
+    def trace(self) -> TokenTrace:
+        replay, most = self.replayed, float(np.finfo(np.float16).max)
+        inside = np.minimum(replay.uniforms - replay.low, replay.high - replay.uniforms)
+        values = (np.where(self.drawn, each, np.nan) for each in (self.claimed - replay.logprobs, inside))
+        gaps, margins = (np.clip(each, -most, most).astype("<f2").tobytes() for each in values)
+        return TokenTrace(gaps, margins)
+
+    @property
     def unsure_rate(self) -> float:
         """How likely honest work of this kind and length is to be unsure: about that of two accidents."""
         expected = self.accidents(np.zeros_like(self.points)).expected
@@ -290,7 +306,6 @@ class Case:
 
     @cached_property
     def tally(self) -> Tally:
-        """What this submission adds to its node's record."""
         channels = {name: self.measures.sums(name, self.profile) for name in NoiseLimits.model_fields}
         channels["accidents"] = self.accidents(self.outliers.worst)
         odd = int((self.outliers.worst > 0).sum())
@@ -302,7 +317,7 @@ class Case:
 
     @cached_property
     def seed_check(self) -> SeedCheck:
-        """Of single tokens, without outliers where those are accidents."""
+        """Without outliers where those are accidents."""
         replay, kept_T = self.replayed, self.kept.tokens
         uniforms, low, high = replay.uniforms[kept_T], replay.low[kept_T], replay.high[kept_T]
         return check_seeded(uniforms, low, high, replay.logprobs[kept_T], self.profile.sampling)
@@ -330,7 +345,6 @@ def _proof_ends(length: int, hidden_size: int, topk: int, rows: int) -> tuple[in
 
 
 def read_body(body: bytes) -> tuple[Submission | None, str]:
-    """The submission of a body, decoded within the limits, or why it cannot be read."""
     try:
         return unpack(body, Submission, BODY_LIMITS), ""
     except CodecError as error:
@@ -424,7 +438,6 @@ def _replays(engine: Engine, cases: Sequence[Case], proof: ProofParameters) -> l
 
 
 def uniforms_of(cases: Sequence[Case]) -> Floats:
-    """The uniform of every token, from the seeds of the leases."""
     lengths = np.array([length for case in cases for length in case.lengths])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     positions_T = np.arange(lengths.sum()) - np.repeat(starts, lengths)
@@ -433,7 +446,6 @@ def uniforms_of(cases: Sequence[Case]) -> Floats:
 
 
 def part_of(replay: Replay, tokens: slice | Ints, chunks: slice | Ints) -> Replay:
-    """The replay of some of the tokens and chunks, in this order."""
     compared = vars(replay.comparisons)
     sentences = compared["malformed"]
     malformed = sentences[chunks] if isinstance(chunks, slice) else [sentences[chunk] for chunk in chunks]

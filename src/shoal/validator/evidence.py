@@ -74,9 +74,16 @@ def log_evidence_of_seeds(accidents: Sums, *sums: Sums) -> float:
 
 
 def _log_mean_exp(values: Floats) -> Floats:
-    largest = values.max(axis=-1)
+    """Infinite if one of the values is: the shift stays finite, because inf − inf is NaN."""
+    largest = np.minimum(values.max(axis=-1), np.finfo(np.float64).max)
     found: Floats = largest + np.log(np.exp(values - largest[..., None]).mean(axis=-1))
     return found
+
+
+def logprob_errors(claimed_T: Floats, logprobs_T: Floats) -> Floats:
+    """claimed − logprobs, infinite where either is not finite (−inf − −inf would be NaN, which passes no limit)."""
+    found_T = np.where((claimed_T == -np.inf) & (logprobs_T > -np.inf), -np.inf, np.inf)
+    return np.subtract(claimed_T, logprobs_T, out=found_T, where=np.isfinite(claimed_T) & np.isfinite(logprobs_T))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +110,8 @@ class Outliers:
         distance_T = replay.distance
         implausible_T = (distance_T > 0) & (replay.logprobs < math.log(max(limits.sampling.floor, 1e-300)))
         far_T = (distance_T > limits.sampling.distance) | implausible_T
-        off_T = ~(np.abs(claimed_T - replay.logprobs) / weights(replay.logprobs) <= limits.logprobs.largest)
+        error_T = np.abs(logprob_errors(claimed_T, replay.logprobs)) / weights(replay.logprobs)
+        off_T = error_T > limits.logprobs.largest
 
         def points(odd_T: Bits) -> Ints:
             counts_C = np.bincount(chunk_of_T[drawn_T & odd_T], minlength=len(replay.comparisons))
@@ -115,12 +123,12 @@ class Outliers:
 
     @property
     def unseeded(self) -> Ints:
-        """Of parts with tokens that are far outside; there the proof counts against the tokens, too."""
+        """The points of parts that have tokens far outside their intervals. There the proof's points count, too."""
         return np.where(self.seeds > 0, self.worst, 0)
 
     @property
     def worst(self) -> Ints:
-        """The most of the three: it is one event."""
+        """By part, the largest of the three: they are one event."""
         return np.maximum(np.maximum(self.seeds, self.logprobs), self.proofs)
 
     def kept(self, drawn_T: Bits, chunk_of_T: Ints, limits: AccidentLimits) -> Kept:
@@ -166,7 +174,8 @@ class Measures:
     def of(cls, replay: Replay, claimed_T: Floats, starts: Ints, kept: Kept, limits: NoiseLimits) -> Measures:
         kept_T = kept.tokens
         weight_T = weights(replay.logprobs)
-        delta_T = np.where(kept_T, np.nan_to_num(claimed_T - replay.logprobs, nan=1e9, posinf=1e9, neginf=-1e9), 0.0)
+        error_T = logprob_errors(claimed_T, replay.logprobs)
+        delta_T = np.where(kept_T, np.nan_to_num(error_T, posinf=1e9, neginf=-1e9), 0.0)
         nats_T = np.clip(replay.entropy, 0.0, MOST_NATS)
         distance_T = np.minimum(replay.distance, min(1.0, limits.distance.most))
         error_T = np.minimum(np.abs(delta_T) / weight_T, limits.logprobs.most)

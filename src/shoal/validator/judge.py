@@ -37,10 +37,20 @@ from typing import Literal
 import msgspec
 
 from shoal.engines import PLAIN, Engine, EngineShelf, Fetch, LoadedPolicy, build, release_memory
-from shoal.engines.dialogue import dialogue_for, texts_of
+from shoal.engines.dialogue import dialogue_for
 from shoal.environments import Environment, budget_of, identity_of
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, ModelError, ResourceError, ScoringFailure
-from shoal.protocol import Lease, PolicyRef, SignedDocument, format_of, pack_logprobs, pack_spans, submission_digest
+from shoal.models.ending import decoding, texts_of
+from shoal.protocol import (
+    Lease,
+    PolicyRef,
+    SignedDocument,
+    format_of,
+    pack,
+    pack_logprobs,
+    pack_spans,
+    submission_digest,
+)
 from shoal.protocol.verdict import Audit, Branches, CheckResult, Outcome, Severity, Tally, Verdict
 from shoal.rewards import DirectScorer, NotStarted, Scorer
 from shoal.rewards.panel import Panel
@@ -57,15 +67,12 @@ log = logging.getLogger(__name__)
 
 # The message of a failed reward function may contain the answer, and contributors read verdicts.
 NOT_SCORED = "the reward of this group could not be computed, so it is unscored; the validator's log says why"
-
+SECOND_WAIT_S = 30.0
+# The reason of a failed check of shown progress, by check.
 SHOWN_REASONS: Mapping[str, str] = {
     "shape": "progress.shape", "dialogue": "progress.dialogue",
     "proofs": "progress.proofs", "sampling": "progress.seed",
 }  # fmt: skip
-"""The reason of a failed check of shown progress, by check."""
-
-
-SECOND_WAIT_S = 30.0
 
 OtherEngine = Callable[[PolicyRef, str], Engine | None]
 """An engine of this policy that computes in a number format; None if this machine has none."""
@@ -128,6 +135,7 @@ class Judge:
     branch_checker: BranchChecker | None = field(default=None, repr=False)  # None: no branches are looked at
     calibrations: Callable[[str], Profiles | None] = field(default=lambda _digest: None, repr=False)  # by digest
     second_engine: OtherEngine = field(default=lambda _policy, _dtype: None, repr=False)
+    traces: dict[str, bytes] | None = field(default=None, repr=False)  # packed, by submission; its reader empties it
     plain_kinds: set[str] = field(default_factory=set, repr=False)  # kinds of dialogues
 
     def knows(self, lease: Lease) -> bool:
@@ -184,10 +192,7 @@ class Judge:
             branches = self.branch_checker.look(looked, loaded.engine, lambda groups: self._rewards(groups, loaded))
         found = iter(zip(rewarded, branches, strict=True))
         decided = [self._rewarded(entry, *next(found)) if isinstance(entry, _OpenAudit) else entry for entry in judged]
-        reported = [
-            _progress_verdict(each) if each is not None and each.depth == "progress" else each for each in decided
-        ]
-        return [verdict for verdict in reported if verdict is not None]
+        return [each for each in map(_reported, decided) if each is not None]
 
     def _open(self, job: AuditJob, loaded: LoadedPolicy) -> _OpenAudit | Verdict:
         lease, engine, now_ms = job.lease, loaded.engine, self.clock.now_ms()
@@ -205,7 +210,7 @@ class Judge:
         submission, problem = read_body(job.body)
         case = Case(
             lease, submission, problem, engine.vocabulary_size, engine.hidden_size, limits[0], self.seen,
-            job.audit.record, dialogue=dialogue, shown=job.audit.shown,
+            job.audit.record, dialogue=dialogue, shown=job.audit.shown, decode=decoding(lease.sampling, loaded.files),
         )  # fmt: skip
         is_shown = job.audit.depth == "progress"
         case = _of_unfinished(case) if is_shown else case
@@ -256,6 +261,8 @@ class Judge:
             return job.rejected(findings, now_ms) if is_bad else None
         if replay is not None:
             case.replay = replay
+            if self.traces is not None:
+                self.traces[job.audit.submission] = pack(case.trace, level=1)
             findings += run_all(AFTER_PREFILL, case)
             entry.tally, last = case.tally, findings[-1]
             if not last.passed and (last.unsure or last.severity is not None):
@@ -360,8 +367,10 @@ def _with_replay(case: Case, replay: Replay) -> Case:
     return replace(case, submission=msgspec.structs.replace(case.claim, rollouts=[rollout]), replay=replay)
 
 
-def _progress_verdict(verdict: Verdict) -> Verdict | None:
-    """The verdict on shown progress: a certain failure with a reason of its own, or None."""
+def _reported(verdict: Verdict | None) -> Verdict | None:
+    """Of shown progress only a certain failure is reported, with a reason of its own."""
+    if verdict is None or verdict.depth != "progress":
+        return verdict
     reason = SHOWN_REASONS.get(verdict.reason.partition(".")[0])
     if verdict.outcome is not Outcome.REJECTED or verdict.severity is not Severity.CERTAIN or reason is None:
         return None

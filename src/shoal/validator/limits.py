@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RETRY_S = 60.0  # after a measurement failed
-LATEST_S = 60.0  # how long a measurement that can wait waits for a time without audits
+LATEST_S = 60.0  # a measurement that is not urgent waits so long for a time without audits
 PROBE_SHARE = 0.02  # at most this share of the time goes into probes and into refused kinds
 CPU_SEQUENCES = 64  # the time of a CPU grows with the rows; that of a GPU hardly does
 MOST_ON_CPU = 20_000_000  # weights: larger models take minutes to measure on a CPU; they use built-in limits
@@ -59,7 +59,7 @@ class Calibrator:
         self._unable: set[str] = set()
         self._probed: PolicyRef | None = None
         self._retry_s = self._next_probe_s = self._next_refused_s = 0.0
-        self._waits_s: float | None = None  # since when there is something to measure that can wait
+        self._waits_s: float | None = None  # the time since which a measurement that is not urgent has waited
         self._unpublished: UnpublishedLimits | None = None
         self._tested: dict[str, Measurement] = {}  # by kind, under the limits that it was tested with last
 
@@ -94,7 +94,7 @@ class Calibrator:
         if newest is None or now_s < self._retry_s or not self._kind.startswith(f"{ENGINES['torch'].profile}/"):
             return None
         in_force, digest = self._calibration(reply.calibration), reply.calibration
-        is_lost = bool(digest) and in_force is None  # its signer was revoked, say: nothing can be judged by it
+        is_lost = bool(digest) and in_force is None  # for example its signer was revoked: nothing can be judged by it
         found = self._unpublished
         if found is not None and found.policy.incarnation == newest.incarnation:
             return partial(self._publish, found, in_force, digest)
@@ -167,7 +167,7 @@ class Calibrator:
         sampling = run.sampling
         sequences = Plan.sequences if self.machine.startswith("cuda/") else CPU_SEQUENCES
         return Plan(
-            prompts_of(loaded.files, self._judge.environment, sampling.max_new_tokens), sampling.eos_token_id,
+            prompts_of(loaded.files, self._judge.environment, sampling.max_new_tokens), sampling.eos_token_ids,
             sequences, min(Plan.tokens, sampling.max_new_tokens), temperature=sampling.temperature, proof=run.proof,
             model=run.run,
         )  # fmt: skip

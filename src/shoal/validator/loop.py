@@ -10,13 +10,15 @@ request, which claims fewer. No failure here rejects a submission. Work leased f
 validators and costs the unit no attempt.
 """
 
+import base64
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 from shoal import errors
 from shoal.client import Activity, ClientOptions, HubClient, Intervals, RegularHeartbeat
@@ -45,6 +47,8 @@ from shoal.validator.verdicts import AuditJob
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 5.0
+TRACE_BYTES = 8 * 1024 * 1024  # of one report
+NO_TRACES: Mapping[str, bytes] = MappingProxyType({})
 PORTION_BYTES = 32 * 1024 * 1024  # well below what the hub hands out in one answer
 MAX_LEFT = 1024
 CANARY_EVERY = 64  # full audits after which a known cheat is judged too; one that passes ends the validator
@@ -82,7 +86,7 @@ def run_validator(config: ValidatorConfig, stop: StopToken) -> None:
             panel.prepare()
             judge = Judge(
                 config.environment, load_profiles(config.settings.profiles), config.shuffle_rewards, scorer=scorer,
-                panel=panel, reward_notes=RewardNotes(config.folder), branch_checker=BranchChecker(),
+                panel=panel, reward_notes=RewardNotes(config.folder), branch_checker=BranchChecker(), traces={},
             )  # fmt: skip
             _judge_with(client, judge, config, stop)
     except DeadlineExceeded:
@@ -237,7 +241,9 @@ class Validator:
                     raise
                 if caught is not None:
                     self.activity.count("canaries_caught")
-            self._report(verdicts)
+            traces = self._judge.traces or {}
+            self._report(verdicts, traces)
+            traces.clear()  # those of canaries too
             self._preloader.rehearsed, self._ready_s = True, began_s
             oldest_ms = min(job.audit.received_at_ms for job in together)
             log.info(
@@ -302,11 +308,12 @@ class Validator:
             self._report([each.unsure([], "machinery.policy", message, self._clock.now_ms()) for each in named])
             return None
 
-    def _report(self, verdicts: Sequence[Verdict]) -> None:
+    def _report(self, verdicts: Sequence[Verdict], traces: Mapping[str, bytes] = NO_TRACES) -> None:
         for start in range(0, len(verdicts), MAX_VERDICTS_PER_REPORT):
             part = verdicts[start : start + MAX_VERDICTS_PER_REPORT]
             point("validator.verdict.before_report")
-            reply = self._client.verdicts([sign_document(verdict, self._client.key) for verdict in part])
+            signed = [sign_document(verdict, self._client.key) for verdict in part]
+            reply = self._client.verdicts(signed, dict(_sent(part, traces)))
             point("validator.verdict.after_report")
             refused = {refusal.submission: refusal for refusal in reply.refused}
             for verdict in part:
@@ -324,6 +331,15 @@ class Validator:
                         "unit %d of node %s %s, %s: %s",
                         verdict.unit, verdict.node, verdict.outcome.value, verdict.reason, verdict.message,
                     )  # fmt: skip
+
+
+def _sent(verdicts: Sequence[Verdict], traces: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
+    """Traces as they are sent, in base64: those of refused work first, as many as fit."""
+    left = TRACE_BYTES
+    for verdict in sorted(verdicts, key=lambda each: each.outcome is Outcome.ACCEPTED):
+        trace = traces.get(verdict.submission, b"")
+        if trace and (left := left - 4 * len(trace) // 3) > 0:
+            yield verdict.submission, base64.b64encode(trace).decode()
 
 
 def _portions(audits: Sequence[Audit]) -> Iterator[Sequence[Audit]]:

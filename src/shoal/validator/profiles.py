@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, with_config
+from pydantic import BaseModel, Field, with_config
 
 from shoal.errors import ConfigError
 from shoal.protocol.lease import PROFILE, format_of
@@ -28,8 +28,8 @@ LEAST, MOST = 1e-12, 1e12  # of limits, so that no calibration makes a validator
 MOST_BY_NAT = 1e100  # a policy that is certain has next to no nats
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class _Table(BaseModel, frozen=True, extra="forbid"):
+    """A TOML table that refuses unknown keys."""
 
 
 class CertainLimits(_Table):

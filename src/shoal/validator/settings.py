@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from shoal.client import Intervals
 from shoal.engines.registry import DTYPES
@@ -19,10 +19,8 @@ MEASURING = "measuring the limits of honest work"
 """Reported to the hub while a validator calibrates; it judges nothing meanwhile."""
 
 
-class ValidatorSettings(BaseModel):
+class ValidatorSettings(BaseModel, frozen=True, extra="forbid"):
     """How a validator works. It measures by itself how much honest work may deviate."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_audits: int | None = Field(
         None, ge=1, le=256, description=f"submissions claimed at once, for one batched prefill; {DERIVED} 32"

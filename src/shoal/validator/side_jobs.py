@@ -15,20 +15,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from shoal import errors
 from shoal.client import Activity, HubClient
 from shoal.engines import EngineShelf, GenerationRequest, LoadedPolicy, build
-from shoal.engines.dialogue import Talks, greedy_answers, texts_of
+from shoal.engines.dialogue import Talks, greedy_answers
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.environments import Environment
-from shoal.errors import (
-    BroadcastError,
-    CanaryMissed,
-    DeadlineExceeded,
-    HubRefused,
-    ProtocolError,
-    ResourceError,
-    ScoringFailure,
-)
+from shoal.environments.protocol import reads_tokens
+from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ResourceError, ScoringFailure
+from shoal.models.ending import texts_of
 from shoal.protocol import HeartbeatReply, Lease, PolicyRef, RunInfo, Severity, SignedDocument, pack, sign_document
 from shoal.protocol.lease import format_of
 from shoal.protocol.verdict import MAX_REWARD, AuditRequest, EvaluationReport, EvaluationSlice, Readiness
@@ -113,12 +108,13 @@ class SliceEvaluator:
         try:
             talks = Talks(environment, loaded.files, part.sampling)
             lines = [talks.of(task.task) for task in part.tasks]
-            answers = greedy_answers(loaded.engine, prompts, lines, part.sampling)
+            answers = greedy_answers(loaded.engine, prompts, lines, part.sampling, talks.decode)
         except Exception as error:
             log.exception("the engine failed on a slice of an evaluation")
             return self._report(part, problem=f"the validator's engine failed: {error}")
         texts = texts_of(loaded.files).decode_many(answers)
-        jobs = [Job(task.task, text) for task, text in zip(part.tasks, texts, strict=True)]
+        tokens = [tuple(ids) if reads_tokens(environment) else None for ids in answers]
+        jobs = [Job(task.task, text, ids) for task, text, ids in zip(part.tasks, texts, tokens, strict=True)]
         results = score_all((self.scorer or DirectScorer(self.environment)).scores, jobs)
         failures = [result for result in results if isinstance(result, ScoringFailure)]
         if failures:
@@ -188,7 +184,7 @@ class UnitGenerator:
 
 
 WAIT_S = 5.0  # for a later policy; audits of the earlier one may arrive
-CHUNKS = 2  # of each rehearsed rollout: a whole one, and what follows it
+CHUNKS = 2  # of each rehearsed rollout
 PROMPT_TOKENS = 32
 
 
@@ -256,7 +252,7 @@ def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: boo
     """Draw a group like those of the run, and compute what an audit computes (not needed after measuring limits). A
     validator that rejects a group of its own for certain, in float32, must not judge."""
     engine, tokens = loaded.engine, min(run.sampling.max_new_tokens, CHUNKS * run.proof.rows)
-    sampling = run.sampling.model_copy(update={"max_new_tokens": tokens})
+    sampling = run.sampling.model_copy(update={"max_new_tokens": tokens, "stop": ()})
     prompt = tuple(token % engine.vocabulary_size for token in range(PROMPT_TOKENS))
     lease = LeaseTemplate("rehearsal", run.group_size, sampling, run.proof, engine.kind).lease(0, prompt)
     found = passed("rehearsal")
@@ -272,11 +268,11 @@ def rehearse(judge: Judge, loaded: LoadedPolicy, run: RunInfo, has_measured: boo
                 found = last if replay.is_finite else found
         texts_of(loaded.files)
         if judge.scorer is not None:
-            judge.scorer.scores([Job(judge.environment.tasks("train")[0].id, "")])
+            judge.scorer.scores([Job(judge.environment.tasks("train")[0].id, "", ())])
     except ENGINE_ERRORS as error:
         log.warning("the rehearsal of an audit failed; audits will show whether that matters: %s", error)
     if found.severity is Severity.CERTAIN and format_of(engine.kind) == "float32":
-        raise CanaryMissed(
+        raise errors.CanaryMissed(
             f"this validator rejects a group that it has drawn itself ({found.result.message}): it must not judge; "
             f"look at this machine and its engine, {engine.kind}"
         )

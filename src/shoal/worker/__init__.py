@@ -2,6 +2,7 @@
 
 settings   WorkerSettings, WorkerConfig
 loop       run_worker, Worker: lease, generate, submit
-outbox     Outbox, Parcel: finished work on disk until the hub has promised to keep it; Uploader: sends it
-earnings   Earnings: credit and refusals, said to the node's owner
+outbox     Outbox: finished work on disk until the hub has promised to keep it; Uploader: sends it
+showing    finished chunks, sent to the hub while a node is on probation
+earnings   credit and refusals, logged for the node's owner
 """

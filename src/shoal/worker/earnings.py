@@ -1,6 +1,6 @@
-"""What the hub thinks of this node, said to its owner: credit earned, groups refused and why, a suspension and its end.
+"""What the hub thinks of this node, logged for its owner: credit earned, groups refused and why, a suspension.
 
-The heartbeat's answer carries the totals; when a refusal is among them, the reason is read from the run's status.
+A heartbeat's reply has the totals. If a group was refused, the reason is read from the run's status.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ASK_PATIENCE_S = 5.0
 
 @dataclass(frozen=True)
 class Standing:
-    """What one start of a worker has done, and the node's totals before and now; left in its folder after each
+    """What one start of a worker has done, and the node's totals before and now. Written to its folder after each
     heartbeat, for the process that supervises several workers."""
 
     start: str
@@ -40,7 +40,7 @@ class Standing:
         try:
             write_atomically(folder / STANDING, json.dumps(asdict(self)).encode())
         except ResourceError as error:
-            log.debug("%s", error)  # what cannot be written without loss says so itself
+            log.debug("%s", error)  # writers of important files raise their own error
 
     @classmethod
     def read(cls, folder: Path) -> Standing | None:
@@ -55,7 +55,7 @@ class Standing:
 
 
 class Earnings:
-    """Used by one thread at a time. `folder`: where the worker's standing is left, if anywhere."""
+    """Used by one thread at a time. `folder`: where the `Standing` is written, if anywhere."""
 
     def __init__(self, client: HubClient, folder: Path | None = None) -> None:
         self._client, self._folder, self._start = client.patient(ASK_PATIENCE_S), folder, uuid.uuid4().hex
@@ -78,7 +78,7 @@ class Earnings:
             log.info("%s could not be judged; that costs nothing", count_of(now.unsure - before.unsure, "group"))
         if now.accepted > before.accepted:
             log.info("%s", _gain(before, now))
-        was, state = before.state, now.state  # a suspension is said once, and again if it got longer
+        was, state = before.state, now.state  # a suspension is logged once, and again if its end changes
         if state is NodeState.SUSPENDED and (is_first or was is not state or now.until_ms != before.until_ms):
             reason = now.reason or "the hub gave no reason"
             how_long = "until the run's owner pardons it"
@@ -89,7 +89,7 @@ class Earnings:
             log.info("the suspension is over: this node gets work again")
 
     def summary(self, submitted: int = 0) -> str:
-        """What this start of the worker earned; some of the `submitted` groups may not be judged yet."""
+        """What this start earned; some of the `submitted` groups may not be judged yet."""
         first, last = self._first, self._last
         if first is None or last is None:
             return "the hub was not heard from"
@@ -111,7 +111,7 @@ class Earnings:
 
 
 def shut_out(view: NodeView) -> ShutOut | None:
-    """What a node that the hub sees like this has to end with, if anything."""
+    """The error that the worker ends with if the hub has banned its node."""
     if view.state is not NodeState.BANNED:
         return None
     sentence = f"the hub has {view.state.value} this node: {view.reason or 'it gave no reason'}"

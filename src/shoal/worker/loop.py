@@ -6,14 +6,17 @@
      └─ heartbeat ──────┘ └── pauses while the outbox is full ◄───┘
      └─ finished chunks, on probation (`showing`)
 
-Back-pressure: the worker leases only when it is about to generate, as much as fits the time of a lease by its measured
-speed, and generates only while the outbox has room. The worker waits for a hub that is away (`Intervals.patience_s`).
-Finished work survives on disk; unfinished leases are released when the worker stops.
+Back-pressure: the worker asks for leases only when it is about to generate, for as many groups as its measured speed
+allows within the time of a lease, and only while the outbox has room. If the hub is away, it waits for
+`Intervals.patience_s`. Finished work stays on disk; unfinished leases are released when the worker stops.
 
 Weights come before leases, so that the time of a lease is for generating only. A newer policy is fetched for
-`FOLLOW_S`, then in the background (`Prefetch`) while the hub gives out leases under the old one. Where it makes useless
-what is being generated, that ends with the next token (on a GPU, the next window): `Prefetch` sees it at the sources,
-and the hub is asked at once.
+`FOLLOW_S`, then in the background (`Prefetch`) while the hub gives out leases under the old one. If the newer policy
+makes the work in progress too old to be trained on, generation stops at the next token (on a GPU, after the next window
+of steps): `Prefetch` sees the policy at the sources, and the hub is asked at once.
+
+While the machine's owner allows no work (`allowance`), generation stops in the same way, the engine is given up, and
+only heartbeats and finished groups are sent.
 """
 
 import logging
@@ -31,9 +34,10 @@ from shoal.engines import BoundedEngine, Engine, build, check_policy, keep_to_sh
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, HubError, HubRefused, ResourceError
-from shoal.protocol import HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef
+from shoal.protocol import HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef, Role
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, MAX_LEASES_PER_REQUEST
 from shoal.runtime import Clock, FolderLock, StopToken, SystemClock, count_of, point
+from shoal.runtime.limits import Allowance, OtherLoad
 from shoal.shardcast import Prefetch
 from shoal.worker import settings as worker_settings
 from shoal.worker.earnings import Earnings, shut_out
@@ -45,25 +49,25 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 5.0
 RELEASE_PATIENCE_S = 5.0
-OUTBOX_LIMIT = 64  # finished groups that may wait for the hub; then work pauses
-STOP_GENERATION_S = 5.0  # how long a stopping worker still generates: a supervisor that is gone leaves it 10 s in all
-STOP_FLUSH_S = 5.0  # how long a stopping worker still sends finished groups
-CACHED_POLICIES = 2  # on disk: the one at work, and the next
+OUTBOX_LIMIT = 64  # finished groups that may wait for the hub; with more, work pauses
+STOP_GENERATION_S = 5.0  # a stopping worker still generates for so long; without its supervisor it has 10 s in all
+STOP_FLUSH_S = 5.0  # a stopping worker still sends finished groups for so long
+CACHED_POLICIES = 2  # on disk: the current one, and the next
 LOADED_POLICIES = 1  # leases name the newest policy: a second copy of the weights would hardly ever be used
 PROFILE_UNKNOWN = "profile.unknown"  # the hub's code for a kind of worker that the run has not measured
-BROKEN_CALLS = 3  # engine calls in a row with NaN or infinite log-probabilities, after which the worker ends
-FETCH_S = 3600.0  # what has arrived by then stays on disk, and the next attempt continues from there
+BROKEN_CALLS = 3  # consecutive engine calls with NaN or infinite log-probabilities, after which the worker ends
+FETCH_S = 3600.0  # what has arrived by then stays on disk, and the next attempt resumes there
 FOLLOW_S = 5.0
-PAUSE_S = 1.0  # after a policy could not be fetched, or while the run has none, before looking again
-ASK_AGAIN_S, QUESTIONS = 0.25, 20  # of a policy that sources have and the hub has not: it is announced in a moment
-SURE = 0.75  # the part of a lease's time that is planned with: the next groups may be longer than the last
+PAUSE_S = 1.0  # before the next attempt if a policy could not be fetched, or if the run has none yet
+ASK_AGAIN_S, QUESTIONS = 0.25, 20  # for a policy that sources have and the hub has not announced yet
+SURE = 0.75  # the share of a lease's time that is planned for: the next groups may be longer than the last
 
 
 def run_worker(config: WorkerConfig, stop: StopToken) -> None:
-    """Work for a run until it is finished, the process is told to stop, or the hub shuts this node out (`ShutOut`).
-    `ConfigError`: the run has no use for what this worker generates with. A suspension is waited for."""
+    """Work until the run is finished, the process is told to stop, or the hub bans this node (`ShutOut`).
+    `ConfigError`: the run takes no work of this machine's kind. A suspension is waited for."""
     check_choices(config.engine, config.cheat, config.settings)
-    conduct = Cheat() if config.cheat is None else find_cheat(config.cheat)  # with no hook changed: honest
+    conduct = Cheat() if config.cheat is None else find_cheat(config.cheat)  # the base class is honest
     if config.cheat is not None:
         log.warning("this worker cheats (%s): it %s", config.cheat, conduct.what)
     urls, options = (config.hub_url, *config.further_hubs), ClientOptions(patience_s=config.pace.patience_s)
@@ -79,13 +83,16 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
     worker_settings.refuse_too_little_disk(run, config.folder, config.limits)
     warm_up(config.engine, config.settings.device)
     fit = _fit(config, client)
-    refusal = shut_out(client.register(config.name, "worker", None, config.vouch))  # who is unfit leaves no trace
+    role: Role = "worker" if config.certificate is None else "trusted"
+    view = client.register(config.name, role, config.certificate, config.vouch)  # only a fitting machine registers
+    refusal = shut_out(view)
+    allowance = Allowance(config.folder, config.hours, OtherLoad() if config.idle else None)
     if refusal is not None:
         raise refusal
-    log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
+    log.info("node %s works for run %s; its page: %s/#/node/%s", client.key.node, run.run, client.url, client.key.node)
     outbox = Outbox(config.folder / "outbox")
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
-    working: list[Worker] = []  # the one that works, once there is one
+    working: list[Worker] = []  # the current worker, once there is one
 
     def hear_published(policy: PolicyRef) -> None:
         for worker in working:
@@ -97,7 +104,7 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
             shelf = _shelf(fit, conduct, fetch, run.environment)
             worker = Worker(
                 client, shelf, outbox, fit.settings, stop, conduct=conduct, chosen=chosen, pace=config.pace,
-                folder=config.folder,
+                folder=config.folder, allowance=allowance,
             )  # fmt: skip
             working[:] = [worker]
             try:
@@ -112,11 +119,11 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
 
 
 class Interrupted(Exception):
-    """What is being generated is given back, for this reason."""
+    """Generation stops, and the leases are given back with this reason."""
 
 
 class NotTaken(Exception):
-    """The run has measured that work of this kind cannot be judged: this machine may have another kind."""
+    """Validators cannot judge work of this kind in this run; this machine may compute in another format."""
 
 
 def _fit(config: WorkerConfig, client: HubClient, closed: Collection[str] = ()) -> WorkerConfig:
@@ -129,7 +136,7 @@ def _fit(config: WorkerConfig, client: HubClient, closed: Collection[str] = ()) 
 
 @contextmanager
 def ending_quietly(stop: StopToken) -> Iterator[None]:
-    """A wait that ends because the process is told to stop is no failure."""
+    """A wait that ends because the process was told to stop is no failure."""
     try:
         yield
     except DeadlineExceeded:
@@ -139,7 +146,7 @@ def ending_quietly(stop: StopToken) -> Iterator[None]:
 
 
 def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str) -> EngineShelf:
-    """Where engines come from: honest ones, or what a cheat makes of them."""
+    """The engines: honest ones, or what a cheat makes of them."""
     device, dtype = config.settings.device, config.settings.dtype
 
     def make(files: Mapping[str, bytes]) -> Engine:
@@ -157,7 +164,7 @@ def _shelf(config: WorkerConfig, conduct: Cheat, fetch: Fetch, environment: str)
 
 @dataclass(frozen=True)
 class Held:
-    """A lease in hand, and when it runs out by this machine's own clock (the hub's may be off by minutes)."""
+    """A lease, and its end by this machine's own clock (the hub's may differ by minutes)."""
 
     lease: Lease
     ends_at_s: float
@@ -167,28 +174,29 @@ class Worker:
     def __init__(
         self, client: HubClient, shelf: EngineShelf, outbox: Outbox, settings: WorkerSettings, stop: StopToken,
         clock: Clock = SystemClock(), conduct: Cheat = Cheat(), chosen: bool = False, pace: Intervals = Intervals(),
-        folder: Path | None = None,
+        folder: Path | None = None, allowance: Allowance = Allowance(),
     ) -> None:  # fmt: skip
-        """`chosen`: the number format was chosen, so that another may be chosen before the first lease. `folder`: where
-        its `Standing` is left."""
+        """`chosen`: the number format was chosen automatically, so another may be chosen before the first lease.
+        `folder`: where the `Standing` is written."""
         self._client, self._shelf, self._outbox, self._settings = client, shelf, outbox, settings
         self._stop, self._clock, self._conduct, self._pace = stop, clock, conduct, pace
+        self._why_not = allowance.why_not
         run = client.run_info()
         self._may_choose, self._run, self._max_staleness = chosen, run.run, run.max_staleness
         self._hand: dict[str, Held] = {}
         self._deadlines_ms: dict[str, int] = {}
         self._broken_calls = self._submitted = 0
-        self._units = 1  # to be asked for next: one, until it is known how long that takes
+        self._units = 1  # of the next request: one, until the speed is known
         self._newest: PolicyRef | None = None
         self._loaded: PolicyRef | None = None
-        self._at_work: PolicyRef | None = None  # the policy of what is being generated
-        self._published: PolicyRef | None = None  # that sources have, and the hub has perhaps not announced yet
+        self._at_work: PolicyRef | None = None  # the policy of the groups in progress
+        self._published: PolicyRef | None = None  # at the sources, perhaps not announced by the hub yet
         self._stop_seen_s: float | None = None
-        self._questions = 0  # that the hub may still be asked for it between regular heartbeats
-        self._kind = DEFAULT_PROFILE  # of the engine that has the loaded policy
-        self._outdated = True  # nothing is given out under the loaded policy
-        self._waiting = ""  # why the hub had no work, when it was last asked
-        self._is_over = self.finished = False  # as the hub says; and with nothing left to do here
+        self._questions = 0  # how often the hub may still be asked for it between regular heartbeats
+        self._kind = DEFAULT_PROFILE  # of the engine with the loaded policy
+        self._outdated = True  # the hub gives out no leases under the loaded policy
+        self._waiting = ""  # why the hub had no work at the last request
+        self._is_over = self.finished = False  # the run, as the hub says; and all work of this worker
         self._earnings, self.activity = Earnings(client, folder), Activity(clock)
         self._uploader = Uploader(client, outbox, self._on_sent, clock)
         self._showing = ProgressSender(client, self._deadlines_ms.__setitem__, conduct, clock)
@@ -203,9 +211,12 @@ class Worker:
                     with ending_quietly(self._stop):
                         while not self._stop.is_set() and not self.finished:
                             self._raise_failure()
-                            if not self._room_in_outbox():
-                                continue
-                            if self._follow():
+                            if why := self._why_not():
+                                self._rest(why)
+                            elif not self._outbox.wait_until_below(self._run, OUTBOX_LIMIT, 0):
+                                with self.activity.waiting(f"the hub to take {OUTBOX_LIMIT} finished groups"):
+                                    self._outbox.wait_until_below(self._run, OUTBOX_LIMIT, self._pace.heartbeat_s)
+                            elif self._follow():
                                 self._lease()
                                 self._work()
                             else:
@@ -221,8 +232,21 @@ class Worker:
                 log.info("the outbox keeps %s for the next start", count_of(kept, "finished group"))
         self._raise_failure()
 
+    def _rest(self, why: str) -> None:
+        """Until work is allowed again, or the run is over: no leases, no weights, no engine in memory."""
+        log.info("%s", why)
+        self._shelf.clear()
+        self._loaded, self._outdated = None, True
+        while why and not self._is_over:
+            self._raise_failure()
+            self.activity.paused = why
+            if self._stop.wait(PAUSE_S):
+                break
+            why = self._why_not()
+        self.activity.paused, self.finished = "", self._is_over
+
     def _hear(self, reply: HeartbeatReply) -> None:
-        """In the heartbeat's thread."""
+        """Runs in the heartbeat's thread."""
         self._earnings.hear(reply, int(self.activity.heartbeat().counters.get("tokens", 0)))
         self._hear_of_policy(reply)
         published, newest = self._published, self._newest
@@ -233,12 +257,14 @@ class Worker:
         self._deadlines_ms.update((lease, ms) for lease, ms in reply.deadlines.items() if lease in self._hand)
 
     def hear_published(self, policy: PolicyRef) -> None:
-        """In the thread that follows the sources: they have a newer policy. If that makes what is generated useless,
-        the hub is asked at once, and again until it has the announcement, too."""
+        """Runs in the thread that follows the sources. If the newer policy makes the current work too old, ask the hub
+        at once, and again until the hub announces that policy, too."""
         at_work = self._at_work
         if at_work is not None and self._is_too_old(at_work, policy):
             self._published, self._questions = policy, QUESTIONS
             self._heartbeat.soon()
+        while self.activity.paused and not self._stop.wait(PAUSE_S):
+            pass  # the version is fetched when the worker resumes
 
     def _hear_of_policy(self, reply: HeartbeatReply | LeaseReply) -> None:
         newest, found = self._newest, reply.policy
@@ -248,11 +274,10 @@ class Worker:
 
     @property
     def _behind(self) -> bool:
-        """Whether a newer policy than the loaded one is known."""
         return self._loaded != self._newest
 
     def _follow(self) -> bool:
-        """Load the newest policy; whether there is one loaded to ask for leases under. False if the run is finished."""
+        """Load the newest policy. Returns whether a policy is loaded, so that leases can be asked for."""
         if self._newest is None:
             with self.activity.waiting("the first policy of the run"):
                 self._hear_of_policy(self._client.heartbeat(self.activity.heartbeat()))
@@ -271,25 +296,19 @@ class Worker:
         return True
 
     def _ends_at_s(self, held: Held) -> float:
-        """When a lease runs out by this machine's clock; as much later as the hub has moved its deadline."""
+        """The end of a lease by this machine's clock, moved by as much as the hub has moved its deadline."""
         moved_ms = self._deadlines_ms.get(held.lease.lease, held.lease.deadline_ms) - held.lease.deadline_ms
         return held.ends_at_s + max(0, moved_ms) / 1000
 
     def _raise_failure(self) -> None:
-        """What the other threads found: this node is shut out, or the hub is gone."""
+        """Raise what other threads found: this node is banned, or the hub is gone."""
         for failure in (self._earnings.shut_out, self._heartbeat.refusal, self._uploader.failure):
             if failure is not None:
                 raise failure
 
-    def _room_in_outbox(self) -> bool:
-        if self._outbox.wait_until_below(self._run, OUTBOX_LIMIT, 0):
-            return True
-        with self.activity.waiting(f"the hub to take {OUTBOX_LIMIT} finished groups"):
-            return self._outbox.wait_until_below(self._run, OUTBOX_LIMIT, self._pace.heartbeat_s)
-
     def _lease(self) -> None:
         profile = self._conduct.profile(self._kind, self._client.run_info().profiles)
-        # In hand or answered in the outbox. Others were lost with an earlier start: the hub ends them.
+        # Leases in hand, or answered in the outbox. The hub ends others, which an earlier start has lost.
         answered = (parcel.lease for parcel in self._outbox.waiting(self._run))
         known = tuple(dict.fromkeys((*self._hand, *answered)))
         held = known if len(known) <= MAX_HELD else None
@@ -301,13 +320,13 @@ class Worker:
             with self.activity.waiting("work from the hub"):
                 reply = self._client.lease(request)
         except HubRefused as refusal:
-            if refusal.code == PROFILE_UNKNOWN:  # not about this node: about what it was told to generate with
+            if refusal.code == PROFILE_UNKNOWN:  # the reason is the device or the format, not this node
                 raise ConfigError(str(refusal)) from refusal
             raise
         arrived_s = self._clock.monotonic_s()
         for lease, _ in self._client.open_leases(reply):
             self._hand[lease.lease] = Held(lease, arrived_s + (lease.deadline_ms - lease.issued_at_ms) / 1000)
-        for name in list(self._deadlines_ms):  # the heartbeat's thread may add some meanwhile: none is lost
+        for name in list(self._deadlines_ms):  # a copy, because the heartbeat's thread may add some
             if name not in self._hand:
                 self._deadlines_ms.pop(name, None)
         self._hear_of_policy(reply)
@@ -325,7 +344,7 @@ class Worker:
                 raise NotTaken(profile)
 
     def _work(self) -> None:
-        """Do what is in hand, the oldest policy first: its groups grow stale soonest."""
+        """The oldest policy first: its groups become too old soonest."""
         for policy in sorted({held.lease.policy for held in self._hand.values()}, key=lambda ref: ref.place):
             if self._stop.is_set():
                 return
@@ -340,7 +359,7 @@ class Worker:
         return [held for held in self._hand.values() if held.lease.policy == policy]
 
     def _load(self, policy: PolicyRef, patience_s: float, loud: bool = True) -> LoadedPolicy | None:
-        """The engine with this policy; None if it does not arrive so soon, which is logged if `loud`."""
+        """None if the policy does not arrive in time, which is logged if `loud`."""
         try:
             with self.activity.waiting(f"policy {policy.label}"):
                 return self._shelf.get(policy, max(patience_s, 0.0))
@@ -350,7 +369,7 @@ class Worker:
             return None
 
     def _generate(self, loaded: LoadedPolicy) -> None:
-        """All groups of one policy in one engine call; each is durable before the next thing happens."""
+        """Generate all groups of one policy in one engine call, and write each to the outbox."""
         now_s = self._clock.monotonic_s()
         late = [held.lease.lease for held in self._of(loaded.ref) if self._ends_at_s(held) <= now_s]
         self._release(late, "the lease ran out before it was begun")
@@ -382,7 +401,7 @@ class Worker:
             self.activity.count("tokens", sum(len(completion.token_ids) for completion in completions))
         self._broken_calls = self._broken_calls + 1 if broken else 0
         if broken:
-            # This machine's failure, not the policy's, and nothing to be judged.
+            # A failure of this machine: such groups are not submitted.
             log.warning(
                 "%d of %d groups have log-probabilities that are NaN or infinite: this machine's arithmetic, or the "
                 "policy %s, is broken; they are not submitted",
@@ -397,10 +416,12 @@ class Worker:
                 )
 
     def _check(self, policy: PolicyRef) -> None:
-        """While groups are generated: ends what the hub would refuse by now, and what takes long when the worker is
-        told to stop."""
+        """Called while groups are generated. Interrupts work that the hub would refuse by now or that the machine's
+        owner does not allow any more, and work that takes too long after the worker was told to stop."""
         if self._is_too_old(policy, self._newest or policy):
             raise Interrupted(f"policy {policy.label} is too old to be trained on")
+        if why := self._why_not():
+            raise Interrupted(why)
         if self._stop.is_set():
             now_s = self._clock.monotonic_s()
             self._stop_seen_s = now_s if self._stop_seen_s is None else self._stop_seen_s
@@ -411,7 +432,8 @@ class Worker:
         return newest.incarnation != policy.incarnation or newest.version - policy.version > self._max_staleness
 
     def _size_up(self, leases: Sequence[Lease], took_s: float, most: int = MAX_LEASES_PER_REQUEST) -> None:
-        """How many groups can be generated in one call within the time of a lease; `most` fit into memory."""
+        """Set the number of groups to ask for next: as many as one call generates within the time of a lease, at most
+        `most`, which fit into memory."""
         allowed_ms = min(max(lease.deadline_ms, lease.hard_deadline_ms) - lease.issued_at_ms for lease in leases)
         doable = int(SURE * allowed_ms / 1000 * len(leases) / max(took_s, 0.001))
         self._units = max(1, min(doable, most, self._settings.units_per_lease))
@@ -423,7 +445,7 @@ class Worker:
         log.debug("unit %d %s", parcel.unit, "submitted" if taken else "refused")
 
     def _release(self, leases: list[str], reason: str) -> None:
-        """Give leases back at once, so that others need not wait for them to run out."""
+        """Give leases back at once, so that others need not wait until they run out."""
         for lease in leases:
             self._hand.pop(lease, None)
             self._showing.forget(lease)
@@ -439,7 +461,7 @@ class Worker:
     def _leave(self) -> None:
         self._release(list(self._hand), self._stop.reason or "the worker is ending")
         with self.activity.waiting("the hub to take the last groups"):
-            if self.finished:  # nothing else to do: as long as it takes, unless told to stop
+            if self.finished:  # there is no other work, so there is time
                 self._uploader.flush(self._pace.patience_s, self._stop.is_set)
             else:
                 self._uploader.flush(STOP_FLUSH_S, lambda: False)

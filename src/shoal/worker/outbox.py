@@ -1,10 +1,10 @@
-"""Finished work on its way to the hub, as files: what was generated is never lost, whatever dies.
+"""Finished work on its way to the hub, as files: no crash loses what was generated.
 
     generate ─► put (fsync) ─► waiting ─┬─ verified receipt ──► file removed
                    │                    └─ final refusal ─────► file removed, the hub's reason in the log
                    └─ kill -9 anywhere: the next start finds the file and sends it
 
-A file appears whole or not at all. Sending twice is harmless: the same bytes get the same receipt.
+Sending twice is harmless: the same bytes get the same receipt.
 
 `KeptHeads` are the ledger heads that a hub named in its receipts: `heads.jsonl`, one receipt per line. With one
 of them a worker can prove that a ledger was rewritten or cut later: `shoal ledger verify --head FILE`.
@@ -40,7 +40,7 @@ class Parcel:
 
 
 class Outbox:
-    """The parcels in one folder, oldest first. For threads to share, not processes (the worker locks its folder)."""
+    """The parcels in one folder, oldest first. Shared by threads, not by processes (the worker locks its folder)."""
 
     def __init__(self, folder: Path, clock: Clock = SystemClock()) -> None:
         self._folder = ensure_folder(folder, private=True)
@@ -62,7 +62,7 @@ class Outbox:
             raise resource_error("read the outbox", self._folder, error) from error
 
     def put(self, submission: Submission) -> Parcel:
-        """Make a finished submission durable; when this returns no crash loses it."""
+        """Make a finished submission durable: after the return no crash loses it."""
         body = pack(submission)
         name = f"{self._clock.now_ms():013d}-{submission.unit}-{submission_digest(body)[:12]}{SUFFIX}"
         parcel = Parcel(self._folder / name, submission.run, submission.lease, submission.unit)
@@ -79,7 +79,7 @@ class Outbox:
             return self._of(run)
 
     def take(self, run: str, timeout_s: float) -> Parcel | None:
-        """The oldest free parcel of a run, once there is one. The caller ends with `remove` or `put_back`."""
+        """Wait for the oldest free parcel of a run. The caller ends with `remove` or `put_back`."""
 
         def free() -> Parcel | None:
             return next((parcel for parcel in self._of(run) if parcel.path not in self._taken), None)
@@ -90,7 +90,6 @@ class Outbox:
             return found
 
     def put_back(self, parcel: Parcel) -> None:
-        """The next one to ask gets it."""
         with self._changed:
             self._taken.discard(parcel.path)
             self._changed.notify_all()
@@ -100,7 +99,7 @@ class Outbox:
             return self._changed.wait_for(lambda: len(self._of(run)) < limit, timeout_s)
 
     def remove(self, parcel: Parcel) -> None:
-        """The hub has promised, or will never take it."""
+        """The hub has given a receipt, or will never accept the parcel."""
         parcel.path.unlink(missing_ok=True)
         with self._changed:
             self._parcels.pop(parcel.path, None)
@@ -112,11 +111,11 @@ class Outbox:
 
 
 HEADS = "heads.jsonl"
-KEPT = 1000  # receipts at least; of twice as many the older half goes: a head covers all rows before it
+KEPT = 1000  # at least; with twice as many the older half is deleted: a head covers all rows before it
 
 
 class KeptHeads:
-    """`keep` may be called by several threads. A disk that takes nothing costs a head, never the work."""
+    """`keep` may be called by several threads. If the disk is full, a head is lost, but no work."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._lock = folder / HEADS, threading.Lock()
@@ -148,7 +147,7 @@ UNAUTHORISED = 401
 
 
 class Uploader:
-    """Use as a context manager. `failure` is what the worker should end with, if anything."""
+    """A context manager. `failure` is the error that the worker should end with, if any."""
 
     def __init__(
         self, client: HubClient, outbox: Outbox, on_sent: Callable[[Parcel, bool], None], clock: Clock = SystemClock()
@@ -171,7 +170,7 @@ class Uploader:
             thread.join(max(0.0, end_s - self._clock.monotonic_s()))
 
     def flush(self, timeout_s: float, give_up: Callable[[], bool]) -> bool:
-        """Whether everything was sent, at the latest after the time-out, a failure, or when `give_up` says so."""
+        """Whether everything was sent before the time-out, before a failure, and before `give_up` returned true."""
         end_s = self._clock.monotonic_s() + timeout_s
         while not self._outbox.wait_until_below(self._run, 1, POLL_S):
             if self.failure is not None or give_up() or self._clock.monotonic_s() > end_s:
@@ -186,8 +185,8 @@ class Uploader:
                 self._send(parcel)
             except DeadlineExceeded:
                 self._outbox.put_back(parcel)
-                self._end.wait(POLL_S)  # stopping: try once more until the flush is over
-            except (ShoalError, OSError) as error:  # also: the disk has no room for what the hub said
+                self._end.wait(POLL_S)  # while stopping: try again until the flush is over
+            except (ShoalError, OSError) as error:  # also if the disk is full
                 self._outbox.put_back(parcel)
                 self.failure = error if isinstance(error, ShoalError) else resource_error("send", parcel.path, error)
 

@@ -1,14 +1,13 @@
-"""Showing progress: on probation a lease gets more time for finished chunks, token ids with proofs, and nothing else.
+"""Showing progress: on probation a lease gets more time for finished chunks (token ids with proofs) only.
 
     engine ── chunks finished ──► due? ── snapshot ──► `ProgressSender` ── what the hub lacks, in parts ──► hub
               (engine's thread)   a few times a lease  (a thread) ▲                                          │
                                                                   └── what it has of each rollout, deadline ─┘
 
-Everything is shown, because a worker that shows a part could make up the rest: 12 bytes a token, only of groups that
-take longer than a part of `lease_s`. Parts are small, so that a slow line brings one through in time, and begin where
-the hub's copy ends, so that none has to arrive. A submission has to begin with what was shown: where tokens were
-generated again and came out differently (an engine that does not keep what it drew when memory runs out), the lease is
-given back.
+All chunks are sent, because a worker that sends only some could make up the rest: 12 bytes a token, only for groups
+that take longer than a part of `lease_s`. Parts are small, so that one arrives in time on a slow line, and begin where
+the hub's copy ends, so that a lost one does no harm. A submission must begin with what was shown. If tokens were
+generated again and differ (an engine that discards tokens when memory runs out), the lease is given back.
 """
 
 from __future__ import annotations
@@ -36,21 +35,22 @@ JOIN_S = 5.0
 
 @dataclass
 class _SentProgress:
-    """One lease: its newest snapshot, what may have reached the hub of it, and what the hub says it has, by rollout."""
+    """One lease: its newest snapshot, what may have reached the hub, and what the hub says it has of each rollout."""
 
     lease: Lease
     due_s: float
     latest: dict[int, Chunks] = field(default_factory=dict)
     sent: dict[int, Chunks] = field(default_factory=dict)
     have: Sequence[int] = ()
-    fresh: bool = False  # there is something in the snapshot that was not tried yet
+    fresh: bool = False  # the snapshot has something that was not sent yet
     ended: bool = False
 
     def __post_init__(self) -> None:
         self.have = [0] * len(self.lease.seeds)
 
     def part(self) -> ShownProgress | None:
-        """What the hub lacks, as much as fits a part, which counts as sent from now on; None if it lacks nothing."""
+        """What the hub lacks, up to the size of a part; it counts as sent from now on. None if the hub lacks
+        nothing."""
         chunks, size, rows = list[ShownChunks](), 0, self.lease.proof.rows
         for rollout, there in self.latest.items():
             start = self.have[rollout]
@@ -68,14 +68,14 @@ class _SentProgress:
         return ShownProgress(chunks) if chunks else None
 
     def is_continued_by(self, rollout: int, found: Chunks) -> bool:
-        """Whether what was sent of a rollout is the same as far as both go; the last proof may be of a short chunk."""
+        """Whether what was sent of a rollout agrees with a later snapshot. The last proof may be of a short chunk."""
         sent = self.sent.get(rollout, found)
         both, length = min(len(sent.proofs), len(found.proofs)) - 1, min(len(sent.token_ids), len(found.token_ids))
         same = bool((sent.token_ids[:length] == found.token_ids[:length]).all())
         return same and sent.proofs[:both] == found.proofs[:both]
 
     def is_beginning_of(self, group: Sequence[Completion]) -> bool:
-        """Whether the finished group begins with all that may have been sent of it."""
+        """Whether the finished group begins with everything that may have been sent."""
         return all(
             group[rollout].token_ids[: len(sent.token_ids)].tolist() == sent.token_ids.tolist()
             and group[rollout].proofs.startswith(b"".join(sent.proofs))
@@ -84,7 +84,7 @@ class _SentProgress:
 
 
 class ProgressSender:
-    """Use as a context manager. `on_deadline` hears of a lease's deadline, in the sender's thread."""
+    """A context manager. `on_deadline` gets new deadlines of leases, in the sender's thread."""
 
     def __init__(
         self, client: HubClient, on_deadline: Callable[[str, int], None], conduct: Cheat = Cheat(),
@@ -93,7 +93,7 @@ class ProgressSender:
         self._client, self._on_deadline, self._conduct, self._clock = client, on_deadline, conduct, clock
         self._leases: dict[str, _SentProgress] = {}
         self._changed, self._closing = threading.Condition(), False
-        self._on_probation = True  # until the hub says otherwise: shown in vain does no harm
+        self._on_probation = True  # until the hub says otherwise: unneeded progress does no harm
         self._thread = threading.Thread(target=self._run, name="showing", daemon=True)
 
     def __enter__(self) -> ProgressSender:
@@ -110,7 +110,7 @@ class ProgressSender:
         self._on_probation = reply.node.on_probation
 
     def of(self, lease: Lease) -> OnChunks | None:
-        """Who is told of the finished chunks of a lease; nobody if its node is past probation."""
+        """The function that an engine calls with finished chunks of a lease; None if the node is past probation."""
         if not self._on_probation:
             return None
         fresh = _SentProgress(lease, self._clock.monotonic_s() + _every_s(lease))
@@ -118,7 +118,7 @@ class ProgressSender:
             return partial(self._see, self._leases.setdefault(lease.lease, fresh))
 
     def _see(self, shown: _SentProgress, take: Callable[[], dict[int, Chunks]]) -> None:
-        """In the engine's thread: keep a snapshot for the sender, if it is time for one."""
+        """Runs in the engine's thread: keep a snapshot for the sender, if one is due."""
         now_s = self._clock.monotonic_s()
         if shown.ended or now_s < shown.due_s or not self._on_probation:
             return
@@ -131,7 +131,6 @@ class ProgressSender:
             self._changed.notify()
 
     def keeps_word(self, lease: str, group: Sequence[Completion]) -> bool:
-        """Whether a finished group begins with all that may have been shown of it."""
         with self._changed:
             if (shown := self._leases.pop(lease, None)) is None:
                 return True
@@ -169,7 +168,7 @@ class ProgressSender:
             self._on_deadline(name, reply.deadline_ms)
             if len(reply.tokens) == len(before):
                 shown.have = reply.tokens
-                shown.fresh |= list(reply.tokens) != before  # there may be more than fitted this part
+                shown.fresh |= list(reply.tokens) != before  # there may be more than one part
 
 
 def _every_s(lease: Lease) -> float:

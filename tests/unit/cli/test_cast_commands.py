@@ -1,7 +1,6 @@
 """`shoal cast`: whom it believes, where it puts things, what it says; and mistakes, each in one clear sentence."""
 
 import io
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -109,15 +108,6 @@ def test_a_single_file_shares_its_bytes_with_the_cache_and_may_go_into_a_folder(
     assert deliver(payload, f"{tmp_path}/new/") == tmp_path / "new" / "a.bin"
 
 
-def test_output_with_bytes_appended_is_noticed_and_repaired(here: Path, serve: Serve, capsys: Capture) -> None:
-    fetch = ("cast", "fetch", f"{serve(published(here / 'www'))}/#{KEY.public_key}", "--out", "copy.bin")
-    assert told(capsys, 0, *fetch).err == ""
-    os.truncate("copy.bin", 100)
-    assert "is damaged; it is repaired" in told(capsys, 0, *fetch).err
-    assert (here / "copy.bin").read_bytes() == b"content"
-    assert "damaged" not in told(capsys, 0, *fetch).err
-
-
 def test_resumed_fetch_says_what_was_here_before(here: Path, serve: Serve, capsys: Capture, monkeypatch: Patch) -> None:
     """3 MB of 8 MB were here; 2 MB have come since."""
     fetch = Downloader.fetch
@@ -154,6 +144,15 @@ def test_several_files_become_a_folder(tmp_path: Path, serve: Serve) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match="is a file; give a folder"):
         deliver(payload, str(tmp_path / "file"))
+
+
+def test_files_of_an_older_version_are_removed_unless_they_were_edited(tmp_path: Path, serve: Serve) -> None:
+    out, files = tmp_path / "out", {"keep": b"1", "gone": b"2", "edited": b"3"}
+    deliver(fetched(tmp_path, serve, files), str(out))
+    (out / "mine").write_text("mine")
+    (out / "edited").write_text("edited")
+    deliver(fetched(tmp_path, serve, {"keep": b"1"}), str(out))
+    assert sorted(path.name for path in out.iterdir()) == ["edited", "keep", "mine"]
 
 
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:
@@ -209,6 +208,7 @@ def test_the_key_is_private_beside_the_tree_and_made_once(here: Path, capsys: Ca
         assert main(["cast", "publish", "file", "--folder", "deep/www", "--no-serve"]) == 0
     said, progress = capsys.readouterr()
     assert "continues" not in progress
+    assert "file version 1 is published already, and nothing has changed since" in said
     assert (here / "deep" / "www.key").stat().st_mode & 0o777 == 0o600
     assert len({line.partition("#")[2] for line in said.splitlines() if "#" in line}) == 1
     assert not any("key" in path.name for path in (here / "deep" / "www").rglob("*"))

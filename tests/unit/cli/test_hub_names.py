@@ -124,7 +124,7 @@ def test_no_network_and_no_room_are_said(hf_hub: HuggingFace, monkeypatch: Patch
     folder = model_folder("org/one")
     hf_hub.failing = 503
     with pytest.raises(
-        ResourceError, match=r"cannot download the model org/two from http.*503.*: try again, check the"
+        ResourceError, match=r"cannot download the model org/two from http.*503.*: try again, or check the"
     ):
         model_folder("org/two")
     capsys.readouterr()

@@ -14,10 +14,9 @@ from shoal.protocol.identity import fingerprint
 from shoal.protocol.lease import SamplingParameters
 from shoal.protocol.node import HeartbeatReply, NodeState, NodeView, RoleCertificate, RunInfo
 from shoal.protocol.signing import sign_document, verify_body, verify_request
-from shoal.runtime.clock import Backoff, ManualClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Backoff, ManualClock, StopToken
 
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=0)
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_ids=(0,))
 
 
 def key(number: int) -> SigningKey:

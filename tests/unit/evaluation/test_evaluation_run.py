@@ -3,7 +3,6 @@ scored again without a model or torch.
 """
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -300,40 +299,6 @@ def test_a_folder_of_other_files_and_a_file_are_refused(tmp_path: Path) -> None:
         run(tmp_path / "thesis.tex" / "out")
 
 
-# kill -9 in the middle, in a process of its own: what was written down counts, the rest is done again
-
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-from kit.evaluation import SortingEngine, evaluation
-from shoal.evaluation.job import evaluate
-from shoal.rewards import DirectScorer
-from shoal.runtime.stop import StopToken
-
-class Killing(SortingEngine):
-    def generate(self, requests, proof=None):
-        while len(self.asked) >= 6:
-            if (Path(sys.argv[1]) / "progress.jsonl").read_bytes().count(b"\\n") == 2:  # the third is in scoring
-                os.kill(os.getpid(), signal.SIGKILL)
-        return super().generate(requests, proof)
-
-given = evaluation(engine=Killing())
-evaluate(given, lambda: DirectScorer(given.chosen.environment), Path(sys.argv[1]), StopToken())
-"""
-
-
-def test_killed_and_resumed_gives_the_same_file(tmp_path: Path) -> None:
-    run(tmp_path / "whole")
-    out, tests = tmp_path / "killed", Path(__file__).parents[2]
-    killed = subprocess.run([sys.executable, "-c", CHILD, str(out)], cwd=tests, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
-    assert (out / COMPLETIONS).read_bytes().count(b"\n") == 3
-    engine = SortingEngine()
-    run(out, evaluation(engine=engine))
-    assert len(engine.asked) == SAMPLING.tasks - 3 * SAMPLING.tasks_per_batch
-    assert (out / TASKS).read_bytes() == (tmp_path / "whole" / TASKS).read_bytes()
-
-
 def test_an_unknown_engine_and_too_little_memory_are_refused_with_what_to_do() -> None:
     assert [plain_name(text) for text in ("a/b c/", "..", "x" * 99)] == ["b-c", "model", "x" * 48]
     with pytest.raises(ConfigError, match="there is no engine 'none'"):
@@ -391,6 +356,20 @@ def test_rescore_replaces_all_scores_and_a_second_run_finds_them(tmp_path: Path)
     assert 0 < sum(right) < len(right)
     assert found["avg_at_k"]["value"] == pytest.approx(sum(right) / len(right))
     assert finished(out, of(mended).about) == json.loads((out / SUMMARY).read_bytes())
+
+
+def test_rewards_by_tokens_are_evaluated_and_rescored_only_with_the_tokens(tmp_path: Path) -> None:
+    rewards = "def short(completion_ids, **columns):\n    return [-float(len(completion_ids[0]))]\n"
+    text, _, _ = REWARD.partition("def score")
+    (tmp_path / "reward.py").write_text(text + rewards)
+    by_tokens, out = EnvironmentSettings(file=tmp_path / "reward.py"), tmp_path / "out"
+    drawn = run(out, of(by_tokens))
+    lengths = [tokens for row in rows(out) for tokens in row["tokens"]]
+    assert drawn["avg_at_k"]["value"] == again(out, by_tokens)["avg_at_k"]["value"] == -sum(lengths) / len(lengths)
+    run(tmp_path / "texts", of(reward_file(tmp_path, EXACT)))
+    (tmp_path / "reward.py").write_text(text + rewards)
+    with pytest.raises(ConfigError, match="asks for completion_ids now, and these completions were stored without"):
+        again(tmp_path / "texts", by_tokens)
 
 
 def test_grader_that_breaks_the_command_costs_no_generation(tmp_path: Path, monkeypatch: Patch) -> None:

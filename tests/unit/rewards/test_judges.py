@@ -21,8 +21,7 @@ from shoal.errors import DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards.chat import MAX_ANSWER_BYTES, ChatJudge, UnreadableAnswer, grade, question
 from shoal.rewards.classifier import Classifier
 from shoal.rewards.panel import JudgedText, Panel, panel_of, ranks
-from shoal.runtime.clock import Backoff
-from shoal.runtime.stop import StopToken
+from shoal.runtime import Backoff, StopToken
 
 pytestmark = pytest.mark.timeout(60)
 

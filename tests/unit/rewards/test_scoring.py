@@ -23,8 +23,7 @@ from shoal.rewards import DirectScorer, Job, NotStarted, Scorer, ScoringPatience
 from shoal.rewards.child import _answer
 from shoal.rewards.frames import HEAD, Allows, Channel, ChannelClosed, JobAnswer, Jobs, frame_of, read_message
 from shoal.rewards.pool import PoolContext, ScoringProcess, ScoringRound, process_count, score_all
-from shoal.runtime.clock import ManualClock
-from shoal.runtime.stop import StopToken
+from shoal.runtime import ManualClock, StopToken
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ResourceError
-from shoal.runtime import logs
-from shoal.runtime.text import printable, visible, visible_json
+from shoal.runtime import logs, printable, visible, visible_json
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,7 @@ import pytest
 
 from kit import eventually
 from shoal.errors import ResourceError
-from shoal.runtime.clock import Backoff
-from shoal.runtime.stop import STOPPED_CODE, StopToken
+from shoal.runtime import STOPPED_CODE, Backoff, StopToken
 from shoal.runtime.supervise import Ending, ProcessSpec, ProcessView, RestartPolicy, Supervisor, last_line
 
 DEADLINE_S = 20.0

@@ -18,8 +18,7 @@ from kit import Logs, Patch
 from kit.cast import CHUNK, DEAD, WITHIN_S, Lab, assert_content, content, flip, says, tensor
 from shoal.errors import BroadcastError, DiskError, ManifestRefused, ResourceError
 from shoal.protocol import PolicyRef
-from shoal.runtime.limits import MachineLimits
-from shoal.runtime.stop import StopToken
+from shoal.runtime import MachineLimits, StopToken
 from shoal.shardcast import Downloader, Prefetch, digest_of
 from shoal.shardcast.cache import PartFiles
 from shoal.shardcast.connection import PoolSettings

@@ -103,6 +103,7 @@ UNSOUND: dict[str, Callable[[PolicyManifest], PolicyManifest]] = {
     "negative shape": moved(2, shape=(-1, -31)),
     "unknown type": moved(2, dtype="F7"),
     "file with shape": moved(-1, shape=(80,)),
+    "file in a file": moved(-1, name="config.json/b"),
     "same name twice": moved(1, name="layer.0.weight"),
     "chunk missing": lambda m: redigested(m, chunks=m.chunks[:-1]),
     "chunk resized": lambda m: redigested(m, chunks=(m.chunks[0].model_copy(update={"size_bytes": 1}), *m.chunks[1:])),

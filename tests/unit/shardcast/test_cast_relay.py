@@ -12,8 +12,7 @@ from kit import Logs, Patch, cast, eventually
 from kit.forged import write
 from shoal.errors import ConfigError, ResourceError
 from shoal.protocol import PolicyManifest, TensorView
-from shoal.runtime.limits import show_bytes
-from shoal.runtime.stop import StopToken
+from shoal.runtime import StopToken, show_bytes
 from shoal.shardcast import RelayConfig, run_relay
 from shoal.shardcast.manifest import offered, size_of
 from shoal.shardcast.relay import Mirror

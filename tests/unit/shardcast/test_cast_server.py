@@ -17,9 +17,8 @@ from kit import eventually
 from kit.cast import Lab, Running, ask, asking, chunk_paths, dial, health
 from shoal.errors import ResourceError
 from shoal.protocol import Chunk
-from shoal.runtime import http
+from shoal.runtime import StopToken, http
 from shoal.runtime.http import client_of
-from shoal.runtime.stop import StopToken
 from shoal.shardcast import run_origin
 from shoal.shardcast.connection import Throttle
 from shoal.shardcast.server import Blob, Catalogue, Inventory, TreeServer, held_s, run_server

@@ -141,6 +141,13 @@ def test_a_base_damaged_on_the_origins_disk_is_not_used(run: Run, lab: Lab, part
         lab.fetch(third, lab.honest().url)
 
 
+def test_damaged_payload_of_a_version_that_is_no_anchor_is_made_again(run: Run, lab: Lab) -> None:
+    second, url = run.steps(2)[1], lab.honest().url
+    lab.fetch(second, url, download={"kept_payloads": 1})
+    flip(lab.folder / "cache" / f"{second.policy.digest}.bin")
+    lab.fetch(second, url, download={"kept_payloads": 1})
+
+
 def test_changes_are_listed_by_tensor(run: Run, lab: Lab) -> None:
     """Applied to the tensors of the version before, it gives the new ones: an engine needs no second copy."""
     first, *_, fourth = run.steps(4)

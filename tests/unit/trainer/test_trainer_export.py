@@ -6,15 +6,23 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from huggingface_hub import ModelCard as HubCard
 from trainer_stubs import RUN, learner, tiny_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kit import Capture, Patch
+from kit.cli import told
+from kit.hf import TOKEN, HuggingFace
+from shoal.environments.data.locating import locate
 from shoal.errors import ConfigError, ResourceError
 from shoal.models.state import policy_state
 from shoal.protocol import LedgerHead
+from shoal.run.folder import RunFolder
+from shoal.run.recipe import Recipe
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.checkpoint import CheckpointStore
 from shoal.trainer.export import ModelCard, export_checkpoint, export_policy, write_card
@@ -200,3 +208,44 @@ def test_a_card_claims_no_more_than_there_is(card: dict[str, Any], said: str, un
     text = made.as_readme("float32")
     assert said in text
     assert not [claim for claim in unsaid if claim in text]
+
+
+def test_an_export_is_pushed_with_metrics_ledger_and_rollouts(
+    hf_hub: HuggingFace, tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    run, out, made = tmp_path / "run", tmp_path / "out", learner()
+    RunFolder.prepare(run, Recipe.model_validate({"model": {"path": f"org/base@{'a' * 40}#blake3={'b' * 64}"}}))
+    CheckpointStore(run / "trainer" / "checkpoints", 1).save(made, TrainerProgress(RUN, 3), tiny_files(made.model))
+    MetricsLog(run / "trainer" / "metrics.jsonl").append(3, {"held_out": 0.75})
+    (run / "ledger.jsonl").write_text("{}\n")
+    (run / "trainer" / "rollouts").mkdir()
+    pq.write_table(pa.table({"reward": [1.0]}), run / "trainer" / "rollouts" / "step-000000.parquet")
+    pushed = ("export", run, out, "--push", "org/made")
+    for name, sentence in (("made", "give the name of a repository"), ("org/x@main", "give the name of a repository")):
+        assert sentence in told(capsys, 2, "export", run, out, "--push", name).err
+    assert "which does not know you: log in (hf auth login), or set HF_TOKEN" in told(capsys, 2, *pushed).err
+    assert not out.exists(), "that is asked before the export"
+    assert "--private goes with --push" in told(capsys, 2, "export", run, out, "--private").err
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    said = told(capsys, 0, *pushed, "--private", "--rollouts").out
+    (out / "mine.txt").write_text("not of the export")
+    assert f"to {hf_hub.url}/org/made\n" in said
+    repository = hf_hub.repositories["models", "org/made"]
+    files = repository.commits[repository.refs["main"]]
+    listed = json.loads((out / "shoal.json").read_text())["files"]
+    assert set(files) == {*listed, "metrics.jsonl", "ledger.jsonl", ".gitattributes"}
+    assert files["model.safetensors"] == (out / "model.safetensors").read_bytes()
+    assert b'from_pretrained("org/made")' in files["README.md"]
+    assert b"\nbase_model: org/base\n" in files["README.md"]
+    assert f"| trained from | org/base@{'a' * 40} |".encode() in files["README.md"]
+    assert repository.private
+    rollouts = hf_hub.repositories["datasets", "org/made-rollouts"]
+    assert rollouts.private
+    (row,) = pq.read_table(*locate(Path("org/made-rollouts"))).to_pylist()
+    assert row == {"reward": 1.0}
+    told(capsys, 0, *pushed)
+    assert "mine.txt" not in repository.commits[repository.refs["main"]]
+    repository.private = False
+    assert "is there already, and public: make it private" in told(capsys, 2, *pushed, "--private").err
+    hf_hub.failing = 403
+    assert "does not allow this for the model org/made (HTTP 403)" in told(capsys, 2, *pushed).err

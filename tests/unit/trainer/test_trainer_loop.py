@@ -59,11 +59,7 @@ def test_a_run_publishes_every_version_and_reports_every_step(whole) -> None:
     assert {step: {"step": step, **metrics} for step, metrics in hub.reports.items()} == {r["step"]: r for r in rows}
     assert [row["step"] for row in rows if "held_out" in row] == [0, 2, 4]  # every two steps, and the last version
     assert sorted(archived(folder)) == [f"step-{step:05d}.parquet" for step in range(STEPS)]
-
-
-def test_a_row_holds_what_was_promised(whole) -> None:
-    row = rows_of(whole[2])[0]
-    promised = {
+    row, promised = rows[0], {
         "reward_mean", "reward_std", "loss", "grad_norm", "clip_fraction", "ratio_mean", "ratio_max", "mismatch",
         "entropy", "staleness_mean", "staleness_max", "tokens", "tokens_per_s", "dropped_groups",
         "truncated_fraction", "train_s", "wait_s", "idle_fraction", "step_s", "at_ms", "sampled_reward",
@@ -126,18 +122,12 @@ def test_killed_anywhere_and_resumed_gives_the_same_weights_and_files(tmp_path, 
     assert archived(tmp_path) == archived(whole[2])
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["a damaged checkpoint", "a lost folder"])
-def test_lost_checkpoints_cost_only_a_replay(tmp_path, whole, lost, caplog):
+def test_lost_checkpoints_cost_only_a_replay(tmp_path, whole):
     hub = FakeHub(STEPS)
     killed_at(tmp_path, hub, "batch", 3)
-    newest = tmp_path / "trainer" / "checkpoints" / "3.0" / "model.safetensors"
-    newest.write_bytes(newest.read_bytes()[:-1])
-    if lost:
-        shutil.rmtree(tmp_path / "trainer")
+    shutil.rmtree(tmp_path / "trainer")
     run, made = training_run(tmp_path, hub)
-    with caplog.at_level(logging.WARNING):
-        run.run()
-    assert ("3.0 is damaged" in caplog.text) != lost
+    run.run()
     assert same(weights(made), whole[0])
     assert hub.policies == whole[1].policies
 

@@ -16,15 +16,7 @@ from shoal.errors import ResourceError, ScoringFailure
 from shoal.protocol import Branches, GainEvidence, Lease, Outcome, RolloutReward, Severity
 from shoal.runtime.clock import ManualClock
 from shoal.validator import branches
-from shoal.validator.branches import (
-    MOST_OWED,
-    Branch,
-    BranchChecker,
-    block_around,
-    branch_of,
-    by_tolerance,
-    differences,
-)  # fmt: skip
+from shoal.validator.branches import Branch, BranchChecker, block_around, branch_of, by_tolerance, differences
 from shoal.validator.case import Case
 from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, ChannelLimits, LogprobLimits, NoiseLimits, Profile
@@ -192,7 +184,7 @@ def test_look_without_time_or_that_fails_is_made_up_for_with_later_groups_of_its
     assert 0 < sum(found[:2]) < 2 * every
     assert found[4:] == [0, 0], "the last quarter is paid"
     branch_checker._owe([(case, 1.0)] * 500)
-    assert branch_checker._owed == {case.lease.node: MOST_OWED}
+    assert branch_checker._owed == {case.lease.node: branches.MOST_OWED}
 
 
 class Full(ScriptedEngine):

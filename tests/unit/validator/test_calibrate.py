@@ -45,7 +45,6 @@ from shoal.validator.profiles import (
     NoiseLimits,
     Profile,
     load_profiles,
-    to_toml,
 )
 from shoal.validator.settings import ValidatorSettings, profile_keys
 from shoal.validator.verdicts import Machine
@@ -53,15 +52,11 @@ from shoal.validator.verdicts import Machine
 MEASURED = Measured(model="tiny", tokens=1000, date="2026-11-15", validators=("cpu/float32",), bands={"distance": 1e-5})
 
 
-def test_wide_limits_are_there_only_for_who_names_them() -> None:
-    """In bfloat16 more may pass: a run that nobody runs in bfloat16 must not offer that to cheaters."""
+def test_wide_limits_must_be_named_and_a_bfloat16_validator_takes_no_float32_work() -> None:
+    """In bfloat16 more may pass, and such a validator cannot tell float32 rounding from cheating (144 of 144)."""
     assert not any("bfloat16" in key for key in BUILT_IN)
     found = load_profiles([Path("torch/cuda/bfloat16")])
     assert found == {**BUILT_IN, "torch/cuda/bfloat16": profiles.ON_REQUEST["torch/cuda/bfloat16"]}
-
-
-def test_a_bfloat16_validator_takes_no_float32_work() -> None:
-    """It could not tell float32 rounding from cheating, so the hub must not lease that work (issue: 144 of 144)."""
     assert profile_keys(ValidatorSettings(dtype="bfloat16")) == ()
     named = (Path("torch/cuda/bfloat16"),)
     assert profile_keys(ValidatorSettings(dtype="bfloat16", profiles=named)) == ("torch/cuda/bfloat16",)
@@ -99,7 +94,7 @@ def test_a_profile_survives_its_file(a: float, b: float, c: float, n: int, measu
         proofs=ProofTolerance(exponents=c, boundary=n), logprobs=LogprobLimits(spread=b, largest=c),
         measured=MEASURED if measured else None,
     )  # fmt: skip
-    assert parse_config(to_toml(written), Profile, "it") == written
+    assert parse_config(profiles.to_toml(written), Profile, "it") == written
 
 
 def test_a_file_is_added_and_takes_the_place_of_a_built_in_one(tmp_path: Path) -> None:
@@ -174,7 +169,7 @@ def engines(worker: str, validator: str, tokens: int = 12, **plan: Any) -> tuple
     engine.load_policy(None, policy_views(loaded.model))
     assert isinstance(engine, TorchEngine)
     prompts = prompts_of(loaded.files, build_environment(EnvironmentSettings(name="sort")), tokens)
-    found = Plan(prompts, loaded.eos_token_id, tokens=tokens, model="tiny", date="2026-11-15", **plan)
+    found = Plan(prompts, loaded.eos_token_ids, tokens=tokens, model="tiny", date="2026-11-15", **plan)
     return engine.copied(loaded.files, worker), {f"cpu/{validator}": engine}, found
 
 
@@ -189,10 +184,7 @@ def test_float32_limits_pass_honest_groups_of_every_batch_size_and_kernel(measur
     assert measured.groups > 150
     assert measured.bands["cpu/float32"].tokens > 2000
     assert [name for name, _ in measured.variants] == ["batch 1", "batch 8", "batch 64", "main", "eager", "math"]
-
-
-def test_the_same_work_is_judged_by_other_limits(measured: Measurement) -> None:
-    """As when limits are joined with those of another machine: they may be too wide to catch anything."""
+    # Limits that are joined with those of another machine may be too wide to catch anything.
     loose = measured.under(measured.profile.model_copy(update=LOOSE))
     assert loose.profile.sampling.distance == 1.0
     named = [problem.partition(" would")[0] for problem in loose.problems]
@@ -282,10 +274,8 @@ def test_a_temperature_that_leaves_no_nat_ends_no_validator(number_format: str, 
     """There are no blocks of 64 nats to try other seeds with; nobody gains by them, but it is said."""
     found = measure(*engines(number_format, "float32", 10, sequences=32, temperature=temperature))
     assert all(math.isfinite(getattr(found.profile.noise, name).rate) for name in NoiseLimits.model_fields)
-    untried = (
-        "other seeds, 64 tokens and nats, by cpu/float32",
-        "temperature 0.9 T, 256 tokens and nats, by cpu/float32",
-    )
+    blocks = ("other seeds, 64 tokens", "temperature 0.9 T, 256 tokens")
+    untried = tuple(f"{block} and nats, by cpu/float32" for block in blocks)
     assert found.untested == untried
     assert not [problem for problem in found.problems if problem.startswith(("other seeds", "temperature"))]
     assert measured_kind(found).untested == untried
@@ -301,14 +291,12 @@ def without_choice(seen: Replay) -> Replay:
     return replace(seen, low=nothing, high=nothing + 1, logprobs=nothing, entropy=nothing, varentropy=nothing)
 
 
-def test_the_profile_says_what_it_was_measured_on_and_survives_its_file(measured: Measurement, tmp_path: Path) -> None:
+def test_it_catches_cheats_and_its_profile_names_what_was_measured_and_survives_its_file(measured, tmp_path: Path):
     profile = measured.profile
     assert (profile.measured.model, profile.measured.validators) == ("tiny", ("cpu/float32",))
-    (tmp_path / "p.toml").write_text(to_toml(profile))
+    (tmp_path / "p.toml").write_text(profiles.to_toml(profile))
     assert load_profiles([tmp_path / "p.toml"])["torch/cpu/float32"] == profile
 
-
-def test_it_catches_cheaper_weights_by_proofs_and_other_seeds_by_sampling(measured: Measurement) -> None:
     def share(cheat: str, tokens: int) -> Catch:
         [found] = [each for each in measured.catches if (each.cheat, each.tokens) == (cheat, tokens)]
         return found
@@ -345,13 +333,10 @@ def test_bands_of_two_validators_are_joined_to_the_wider(measured: Measurement) 
     assert other.joined(one) == both
 
 
-@pytest.mark.parametrize(("value", "rounded"), [(0.0, 0.0), (1.0, 1.0), (0.012341, 0.0124), (99.91, 100.0)])
-def test_limits_are_rounded_up_to_three_digits(value: float, rounded: float) -> None:
-    limits = Profile(key="torch/cpu/float32", logprobs=LogprobLimits(lean=value))
-    assert bands_module._rounded(limits).logprobs.lean == pytest.approx(rounded)
-
-
-def test_too_few_sequences_are_refused() -> None:
+def test_limits_are_rounded_up_to_three_digits_and_too_few_sequences_are_refused() -> None:
+    for value, rounded in ((0.0, 0.0), (1.0, 1.0), (0.012341, 0.0124), (99.91, 100.0)):
+        limits = Profile(key="torch/cpu/float32", logprobs=LogprobLimits(lean=value))
+        assert bands_module._rounded(limits).logprobs.lean == pytest.approx(rounded)
     with pytest.raises(ConfigError, match="at least 32 sequences"):
         Plan([(3,)], 1, sequences=8)
 

@@ -18,16 +18,8 @@ from shoal.environments import build as build_environment
 from shoal.errors import HubRefused, ModelError, ResourceError, SignatureError
 from shoal.hub.state.calibrations import CalibrationTerms, InForce, terms
 from shoal.models.load import load_model
-from shoal.protocol import (
-    Calibration,
-    Lease,
-    MeasuredKind,
-    ModelSize,
-    PolicyRef,
-    SignedDocument,
-    SigningKey,
-    pack_logprobs,
-)
+from shoal.protocol import Calibration, Lease, MeasuredKind, ModelSize, PolicyRef, SignedDocument, SigningKey
+from shoal.protocol.submission import pack_logprobs
 from shoal.protocol.verdict import AuditReply, Outcome, Severity
 from shoal.runtime.clock import ManualClock
 from shoal.sampling import SeedTolerance
@@ -38,16 +30,7 @@ from shoal.validator.bands import Bands, limits_from
 from shoal.validator.calibrate import Catch, Measurement, Plan, Subject, prompts_of, replayed, weights_of
 from shoal.validator.judge import Judge
 from shoal.validator.limits import Calibrator, UnpublishedLimits, profiles_of
-from shoal.validator.profiles import (
-    BUILT_IN,
-    LogprobLimits,
-    Measured,
-    Profile,
-    Profiles,
-    limits_for,
-    load_profiles,
-    widest,
-)
+from shoal.validator.profiles import BUILT_IN, LogprobLimits, Measured, Profile, limits_for, load_profiles, widest
 from shoal.validator.verdicts import AuditJob
 
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
@@ -175,7 +158,7 @@ def drawn_by_bfloat16() -> tuple[LoadedPolicy, Plan, Profile]:
     files = {**model.files, "config.json": random.config.to_json_string(use_diff=False).encode()}
     own = TorchEngine.wrap(random.bfloat16()).copied(files, "float32")
     prompts = prompts_of(files, build_environment(EnvironmentSettings(name="sort")), 12)
-    plan = Plan(prompts, model.eos_token_id, sequences=64, tokens=12)
+    plan = Plan(prompts, model.eos_token_ids, sequences=64, tokens=12)
     honest = Subject(own.copied(files, "bfloat16"), plan, print).drawn("main", 256, 12)
     bands = Bands.of(replayed(own, honest))
     seen = Measured(model="", tokens=1, date="", validators=("cpu/float32",), bands=bands.numbers())
@@ -366,7 +349,7 @@ def test_a_hub_that_takes_no_calibration_is_not_asked_again_for_a_minute() -> No
 OURS, THEIRS = "scripted/cpu/float32", "scripted/gpu/float32"
 
 
-def by_limits(measured: Profiles, known: Profiles | None = None) -> Judge:
+def by_limits(measured: profiles.Profiles, known: profiles.Profiles | None = None) -> Judge:
     calibrations = {DIGEST: measured}
     return Judge(
         LengthEnvironment(), load_profiles() if known is None else known, clock=ManualClock(),

@@ -1,6 +1,7 @@
 """The worker's loop: what it asks for, generates and gives back; how it ends and waits; what its owner is told."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from kit import Logs, Patch, eventually
+from kit.stubs import StubClient
 from shoal import errors, protocol
 from shoal.client import Intervals
 from shoal.engines import EngineShelf, GenerationRequest, LoadedPolicy
@@ -20,6 +22,7 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.environments.tools import TOOLS
 from shoal.protocol import NodeState, unpack_spans
 from shoal.runtime import ManualClock, StopToken
+from shoal.runtime.limits import PAUSED, Allowance, Hours
 from shoal.toploc import split_proofs
 from shoal.worker import loop
 from shoal.worker.earnings import Earnings
@@ -30,8 +33,9 @@ from shoal.worker.settings import WorkerSettings, units_that_fit
 HUB = protocol.SigningKey.from_seed(b"h" * 32)
 KEY = protocol.SigningKey.from_seed(b"n" * 32)
 RUN = "demo-000000000000"
-SAMPLING = protocol.SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
+SAMPLING = protocol.SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_ids=(1,))
 PROOFS = (protocol.ProofParameters(topk=8, rows=2), protocol.ProofParameters())
+NOON_MS = int(time.mktime((2026, 1, 15, 12, 0, 0, 0, 0, -1))) * 1000
 FAST = Intervals(poll_s=0, heartbeat_s=0.05, patience_s=20)
 
 
@@ -48,60 +52,27 @@ def lease(unit: int, version: int = 0, lasts_ms: int = 60_000) -> protocol.Lease
     )  # fmt: skip
 
 
-class _Info:
-    run = RUN
-    profiles: tuple[str, ...] = ("torch/cpu/float32",)
-    max_staleness = 1
-
-
-class _Trusted:
-    info = _Info()
-
-
 Reply = list[protocol.Lease] | Exception | Callable[[], list[protocol.Lease]]
 
 
-class ListHub:
-    """Stands where the client stands: leases come from a list (then the run is finished), submissions go to another."""
+class ListHub(StubClient):
+    """Leases come from a list (then the run is finished), submissions go to another."""
 
     def __init__(self, *replies: Reply) -> None:
-        self.key = KEY
-        self.replies = list(replies)
-        self.requests: list[protocol.LeaseRequest] = []
+        info = {"run": RUN, "profiles": ("torch/cpu/float32",), "max_staleness": 1}
+        super().__init__(KEY, "worker", info, *replies)
         self.released: list[protocol.LeaseRelease] = []
         self.submitted: list[protocol.Submission] = []
         self.refusals: dict[int, Exception] = {}
-        self.view = protocol.NodeView(node=KEY.node, name="n", role="worker", state=protocol.NodeState.ACTIVE)
-        self.beats: list[protocol.Heartbeat] = []
-        self.deadlines: dict[str, int] = {}
-        self.policy: protocol.PolicyRef | None = policy()
-        self.finished = False
+        self.policy = policy()
         self.gate = threading.Event()
         self.gate.set()
 
-    def run_info(self) -> _Info:
-        return _Info()
-
-    def refreshed_run(self) -> _Trusted:
-        return _Trusted()
-
-    def patient(self, patience_s: float) -> "ListHub":
-        return self
-
-    def heartbeat(self, heartbeat: protocol.Heartbeat) -> protocol.HeartbeatReply:
-        self.beats.append(heartbeat)
-        told = {"deadlines": self.deadlines, "policy": self.policy, "finished": self.finished}
-        return protocol.HeartbeatReply(node=self.view, **told)
-
     def lease(self, request: protocol.LeaseRequest) -> protocol.LeaseReply:
-        self.requests.append(request)
         self.granted: list[protocol.Lease] = []
-        if not self.replies:
+        if (granted := self.next_reply(request, None)) is None:
             return protocol.LeaseReply(finished=True, policy=self.policy)
-        reply = self.replies.pop(0)
-        if isinstance(reply, Exception):
-            raise reply
-        self.granted = reply() if callable(reply) else reply
+        self.granted = granted
         signed = tuple(protocol.sign_document(granted, HUB) for granted in self.granted)
         return protocol.LeaseReply(leases=signed, policy=self.policy, waiting="" if signed else "nobody says why")
 
@@ -159,13 +130,16 @@ class ListShelf(EngineShelf):
             raise self.missing[f"v{ref.version}"]
         return LoadedPolicy(ref, self.engine, {})
 
+    def clear(self) -> None:
+        self.patience.append(-1.0)
+
 
 class Bench:
     """A worker with everything around it."""
 
     def __init__(
         self, folder: Path, *replies: Reply, profile: str = "torch/cpu/float32", chosen: bool = False,
-        **missing: Exception,
+        allowance: Allowance = Allowance(), **missing: Exception,
     ) -> None:  # fmt: skip
         self.hub = ListHub(*replies)
         self.shelf = ListShelf(**missing)
@@ -174,7 +148,8 @@ class Bench:
         client: Any = self.hub
         settings = WorkerSettings(units_per_lease=4)
         self.shelf.engine.kind = profile
-        self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop, chosen=chosen, pace=FAST)
+        given = (client, self.shelf, self.outbox, settings, self.stop)
+        self.worker = Worker(*given, chosen=chosen, pace=FAST, allowance=allowance)
 
     @classmethod
     def worked(cls, *arguments: Any, **options: Any) -> "Bench":
@@ -244,15 +219,6 @@ def test_every_lease_gets_proofs_of_the_size_that_it_asks_for(tmp_path: Path) ->
             assert split_proofs(rollout.proofs, len(rollout.token_ids), 64, proof.topk, proof.rows)
 
 
-def test_a_run_that_does_not_know_its_kind_ends_it_with_the_hubs_sentence(tmp_path: Path) -> None:
-    refusal = errors.HubRefused(403, "profile.unknown", "this run has no profile for warp/tpu/int3")
-    bench = Bench(tmp_path, [lease(1)], refusal)
-    with pytest.raises(errors.ConfigError, match="this run has no profile for warp/tpu/int3") as caught:
-        bench.worker.run()
-    assert caught.value.exit_code == 2
-    assert bench.units == [1]  # what was done before is submitted
-
-
 def test_leases_of_a_missing_policy_are_released(tmp_path: Path) -> None:
     bench = Bench.worked(tmp_path, [lease(1, version=1), lease(2)], [lease(3)], v1=errors.VersionNotFound("nobody"))
     assert bench.units == [2, 3]
@@ -261,15 +227,6 @@ def test_leases_of_a_missing_policy_are_released(tmp_path: Path) -> None:
     assert release.leases == ("lease-1",)
     assert "policy 0.1" in release.reason
     assert bench.shelf.patience[1] == pytest.approx(60, abs=5)
-
-
-@pytest.mark.parametrize(("version", "requests", "released"), [(0, 0, []), (1, 1, [("lease-1", "lease-2")])])
-def test_other_weights_than_promised_end_it_and_give_everything_back(tmp_path, version, requests, released):
-    wrong: Any = {f"v{version}": errors.PolicyMismatch("another digest")}
-    bench = Bench(tmp_path, [lease(1, version=version), lease(2, version=version)], **wrong)
-    with pytest.raises(errors.PolicyMismatch):
-        bench.worker.run()
-    assert (len(bench.hub.requests), bench.released) == (requests, released)
 
 
 def test_a_finished_run_is_left_without_fetching_its_last_policy(tmp_path: Path) -> None:
@@ -316,19 +273,6 @@ def test_a_worker_that_cannot_have_the_newer_policy_soon_asks_under_its_own_unti
     assert (at_first, at_last) == (loop.FETCH_S, loop.FETCH_S)
     fetches = [patience for patience in bench.shelf.patience if patience in (soon, at_last)]
     assert fetches == [at_first, soon, soon, at_last]
-
-
-@pytest.mark.parametrize(("failure", "expected", "hint"), [
-    (errors.ResourceError("too large"), errors.ResourceError, r"elsewhere or in another format \(--device, --dty"),
-    (RuntimeError("device-side assert"), errors.ResourceError, "doctor --selftest"),
-    (ValueError("token 500 is outside"), errors.ProtocolError, "do not fit policy"),
-])  # fmt: skip
-def test_an_engine_that_fails_gives_everything_back_and_says_what_to_do(tmp_path, failure, expected, hint):
-    bench = Bench(tmp_path, [lease(1), lease(2)])
-    bench.shelf.engine.failure = failure
-    with pytest.raises(expected, match=hint):
-        bench.worker.run()
-    assert bench.released[0] == ("lease-1", "lease-2")
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -392,6 +336,50 @@ def test_a_stopping_worker_generates_for_a_few_seconds_more(tmp_path: Path) -> N
     clock.advance(0.1)
     with pytest.raises(loop.Interrupted, match="SIGTERM"):
         bench.worker._check(policy())
+
+
+def test_a_pause_gives_running_work_back_and_nothing_is_leased_until_it_ends(tmp_path, monkeypatch, caplog):
+    """It begins when the leases are there; the hub hears why, and a newer version waits."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(loop, "PAUSE_S", 0.01)
+    allowance, waited = Allowance(tmp_path), threading.Event()
+
+    def granted() -> list[protocol.Lease]:
+        (tmp_path / PAUSED).touch()
+        return [lease(1), lease(2)]
+
+    bench = Bench(tmp_path, granted, [lease(3)], allowance=allowance)
+    thread = threading.Thread(target=bench.worker.run)
+    thread.start()
+    eventually(lambda: bool(bench.hub.beats and bench.hub.beats[-1].doing == "paused by its owner"))
+    newer = threading.Thread(target=lambda: (bench.worker.hear_published(policy()), waited.set()))
+    newer.start()
+    before = len(bench.hub.beats)
+    eventually(lambda: len(bench.hub.beats) > before + 2)
+    assert (bench.released, bench.units, len(bench.hub.requests)) == ([("lease-1", "lease-2")], [], 1)
+    assert bench.hub.released[0].reason == "paused by its owner"
+    assert bench.shelf.patience == [loop.FETCH_S, pytest.approx(60, abs=5), -1.0], "the engine is given up"
+    assert not waited.is_set()
+    (tmp_path / PAUSED).unlink()
+    thread.join(30)
+    assert waited.wait(20)
+    assert bench.units == [3]
+    assert caplog.messages.count("paused by its owner") == 1
+    assert bench.hub.beats[-1].doing == ""
+
+
+def test_hours_that_end_give_running_work_back_and_a_run_that_ends_ends_the_pause(tmp_path: Path) -> None:
+    clock = ManualClock(NOON_MS)
+
+    def granted() -> list[protocol.Lease]:
+        clock.advance(60)
+        bench.hub.finished = True
+        return [lease(1)]
+
+    bench = Bench(tmp_path, granted, allowance=Allowance(hours=Hours.parse("22-12:01"), clock=clock))
+    bench.worker.run()
+    assert (bench.released, bench.units, bench.worker.finished) == ([("lease-1",)], [], True)
+    assert bench.hub.released[0].reason == "paused until 22:00"
 
 
 def test_deadlines_may_be_heard_while_those_of_ended_leases_are_forgotten(tmp_path: Path) -> None:
@@ -458,14 +446,6 @@ def test_group_with_nan_or_infinity_is_released(tmp_path: Path, caplog: Logs, va
     assert f"1 of 2 groups have {reason}" in caplog.text
 
 
-def test_a_machine_that_computes_no_numbers_at_all_ends_with_what_to_do(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, *[[lease(1)]] * 4)
-    bench.shelf.engine.broken = {1: np.nan}
-    with pytest.raises(errors.ResourceError, match="another device or number format"):
-        bench.worker.run()
-    assert (bench.units, bench.released) == ([], [("lease-1",)] * 3)
-
-
 def dialogue_lease(unit: int, tool: str) -> protocol.Lease:
     terms = protocol.DialogueTerms(tool=tool, max_turns=3, before=(7,), after=(8,))
     sampling = SAMPLING.model_copy(update={"max_new_tokens": 30})
@@ -488,11 +468,35 @@ def test_the_turns_of_a_dialogue_are_answered_by_the_leases_tool(tmp_path: Path,
         assert unpack_spans(rollout.given, len(rollout.token_ids)) == reading.given
 
 
-def test_a_lease_with_a_tool_that_it_does_not_have_ends_it_and_gives_everything_back(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, [dialogue_lease(1, "aba\ncus"), lease(2)])
-    with pytest.raises(errors.ConfigError, match=r"the tool 'aba\\ncus', which this shoal does not have"):
+TWO, BOTH = [lease(1), lease(2)], [("lease-1", "lease-2")]
+LATER = [lease(1, version=1), lease(2, version=1)]
+OTHER = errors.PolicyMismatch("another digest")
+UNKNOWN = errors.HubRefused(403, "profile.unknown", "this run has no profile for warp/tpu/int3")
+
+
+@pytest.mark.parametrize(("replies", "engine", "missing", "error", "said", "released"), [
+    ([TWO], {"failure": errors.ResourceError("too large")}, {}, errors.ResourceError,
+     r"elsewhere or in another format \(--device, --dty", BOTH),
+    ([TWO], {"failure": RuntimeError("device-side assert")}, {}, errors.ResourceError, "doctor --selftest", BOTH),
+    ([TWO], {"failure": ValueError("token 500 is outside")}, {}, errors.ProtocolError, "do not fit policy", BOTH),
+    ([[lease(1)]] * 4, {"broken": {1: np.nan}}, {}, errors.ResourceError, "another device or number format",
+     [("lease-1",)] * 3),
+    ([TWO], {}, {"v0": OTHER}, errors.PolicyMismatch, "another digest", []),
+    ([LATER], {}, {"v1": OTHER}, errors.PolicyMismatch, "another digest", BOTH),
+    ([[dialogue_lease(1, "aba\ncus"), lease(2)]], {}, {}, errors.ConfigError,
+     r"the tool 'aba\\ncus', which this shoal does not have", BOTH),
+    ([[lease(1)], UNKNOWN], {}, {}, errors.ConfigError, "this run has no profile for warp/tpu/int3", []),
+])  # fmt: skip
+def test_failed_worker_gives_everything_back_and_says_what_to_do(
+    tmp_path, replies, engine, missing, error, said, released
+):
+    bench = Bench(tmp_path, *replies, **missing)
+    for name, value in engine.items():
+        setattr(bench.shelf.engine, name, value)
+    with pytest.raises(error, match=said):
         bench.worker.run()
-    assert bench.released[0] == ("lease-1", "lease-2")
+    assert (bench.released, bench.hub.requests == []) == (released, "v0" in missing)
+    assert bench.units == ([1] if UNKNOWN in replies else []), "what was done before is submitted"
 
 
 @pytest.mark.parametrize(
@@ -508,7 +512,7 @@ def test_a_worker_without_work_chooses_again_if_the_run_does_not_take_its_kind(t
 
 
 def long_lease(prompt: int, seeds: int) -> protocol.Lease:
-    sampling = protocol.SamplingParameters(temperature=1.0, max_new_tokens=90, eos_token_id=1)
+    sampling = protocol.SamplingParameters(temperature=1.0, max_new_tokens=90, eos_token_ids=(1,))
     sizes = {"prompt_ids": (5,) * prompt, "seeds": tuple(f"{i:016x}" for i in range(seeds))}
     return lease(1).model_copy(update={"sampling": sampling, **sizes})
 
@@ -639,54 +643,42 @@ def heard(hub: Mock, *changes: dict[str, Any]) -> Earnings:
     return earnings
 
 
-def test_credit_is_told_with_the_sum_of_this_start(caplog: Logs) -> None:
+NAMED = [verdict(3, at_ms=1), verdict(5, at_ms=9), verdict(7, node="m" * 32, at_ms=20)]
+OUT = {"state": NodeState.SUSPENDED, "reason": "leases.lapsed: 8", "until_ms": 70_000, "last_seen_ms": 27_000}
+LONGER = {**OUT, "until_ms": 90_000}
+
+
+@pytest.mark.parametrize(("hub", "changes", "told"), [
+    (status_hub(), [{"accepted": 11, "credit": 1010}, {"accepted": 15, "credit": 1050, "pending": 3}],
+     ["1 group accepted, credit +10; in all 11 groups, credit 1010",
+      "4 groups accepted, credit +40; in all 15 groups, credit 1050 and 3 pending"]),
+    (status_hub(*NAMED), [{"rejected": 2}], ["2 groups rejected: unit 5, prompt.mismatch: another prompt"]),
+    (status_hub(), [{"rejected": 1, "reason": "sampling.seed: x"}], ["1 group rejected: sampling.seed: x"]),
+    (status_hub(away=True), [{"rejected": 1}], ["1 group rejected: the reason could not be asked for (gone)"]),
+    (status_hub(), [OUT, {**OUT, "last_seen_ms": 32_000}, LONGER, {}],
+     ["this node is suspended for 43 s more: leases.lapsed: 8; it waits, and resumes by itself",
+      "this node is suspended for 63 s more: leases.lapsed: 8; it waits, and resumes by itself",
+      "the suspension is over: this node gets work again"]),
+])  # fmt: skip
+def test_the_owner_is_told_each_change_once_with_its_reason(hub, changes, told, caplog: Logs) -> None:
     caplog.set_level("INFO")
-    earnings = heard(status_hub(), {"accepted": 11, "credit": 1010}, {"accepted": 15, "credit": 1050, "pending": 3})
-    assert [record.message for record in caplog.records] == [
-        "1 group accepted, credit +10; in all 11 groups, credit 1010",
-        "4 groups accepted, credit +40; in all 15 groups, credit 1050 and 3 pending",
-    ]
-    assert earnings.summary() == "5 groups accepted, credit +50; in all 15 groups, credit 1050 and 3 pending"
+    heard(hub, *changes)
+    assert [record.message for record in caplog.records] == told
 
 
-def test_a_rejection_is_told_at_once_with_its_own_reason(caplog: Logs) -> None:
-    hub = status_hub(verdict(3, at_ms=1), verdict(5, at_ms=9), verdict(7, node="m" * 32, at_ms=20))
-    heard(hub, {"rejected": 2})
-    assert caplog.records[-1].message == "2 groups rejected: unit 5, prompt.mismatch: another prompt"
-
-
-def test_a_reason_that_is_not_there_is_said_to_be_so(caplog: Logs) -> None:
-    heard(status_hub(), {"rejected": 1, "reason": "sampling.seed: x"})
-    assert "sampling.seed: x" in caplog.text
-    heard(status_hub(away=True), {"rejected": 1})
-    assert "could not be asked for (gone)" in caplog.text
-
-
-def test_a_suspension_is_told_once_and_its_end_and_shuts_nobody_out(caplog: Logs) -> None:
-    caplog.set_level("INFO")
-    suspended = {"state": NodeState.SUSPENDED, "reason": "leases.lapsed: 8", "until_ms": 70_000, "last_seen_ms": 27_000}
-    longer = {**suspended, "until_ms": 90_000}
-    earnings = heard(status_hub(), suspended, {**suspended, "last_seen_ms": 32_000}, longer, {})
-    assert earnings.shut_out is None
-    assert [record.message for record in caplog.records] == [
-        "this node is suspended for 43 s more: leases.lapsed: 8; it waits, and resumes by itself",
-        "this node is suspended for 63 s more: leases.lapsed: 8; it waits, and resumes by itself",
-        "the suspension is over: this node gets work again",
-    ]
-
-
-def test_a_suspension_from_before_this_start_is_told_too_and_a_ban_carries_its_reason(caplog: Logs) -> None:
-    earnings = heard(status_hub(), {"state": NodeState.BANNED, "reason": "sampling.seed: tokens"})
-    assert isinstance(earnings.shut_out, errors.ShutOut)
-    assert earnings.shut_out.code == "node.banned"
-    assert "banned this node: sampling.seed: tokens" in str(earnings.shut_out)
+def test_a_suspension_from_before_this_start_is_told_too_and_only_a_ban_ends_it(caplog: Logs) -> None:
+    assert heard(status_hub(), OUT).shut_out is None
+    banned = heard(status_hub(), {"state": NodeState.BANNED, "reason": "sampling.seed: tokens"}).shut_out
+    assert isinstance(banned, errors.ShutOut)
+    assert banned.code == "node.banned"
+    assert "banned this node: sampling.seed: tokens" in str(banned)
     view = VIEW.model_copy(update={"state": NodeState.SUSPENDED, "reason": "x"})
     Earnings(status_hub()).hear(protocol.HeartbeatReply(node=view))
     assert "suspended until the run's owner pardons it: x; it waits, and resumes by itself" in caplog.text
 
 
-def test_groups_that_are_not_judged_yet_are_in_the_last_line() -> None:
-    earnings = heard(status_hub(), {"accepted": 12, "unsure": 1, "credit": 1020})
-    gained = "2 groups accepted, credit +20; in all 12 groups, credit 1020"
+def test_the_last_line_has_the_sum_of_this_start_and_the_groups_that_are_not_judged_yet() -> None:
+    earnings = heard(status_hub(), {"accepted": 12, "unsure": 1, "credit": 1020, "pending": 3})
+    gained = "2 groups accepted, credit +20; in all 12 groups, credit 1020 and 3 pending"
     assert earnings.summary(submitted=5) == f"{gained}; 2 groups not judged yet, which may still earn"
-    assert earnings.summary(submitted=3) == gained
+    assert earnings.summary(submitted=3) == earnings.summary() == gained

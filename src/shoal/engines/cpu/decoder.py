@@ -1,9 +1,9 @@
 """Decoding with pages on a processor: only live rows are computed, and a row that ends frees its place at once.
 
-The forward pass is `dense`. What a CUDA graph is on a GPU, a short loop is here: the host sees every token, so rows
-that end leave the step, and a window ends early when others wait for their places.
+The forward pass is `dense`. The counterpart of a GPU's captured graph is a short loop: the host sees every token, so
+ended rows leave the step, and a window ends early if other rows wait for their places.
 
-R: live rows, T: steps of a window, H: hidden size, W: pages of a row.
+R: live rows, E: end tokens, T: steps of a window, H: hidden size, W: pages of a row.
 """
 
 import time
@@ -20,13 +20,13 @@ from shoal.engines.guesses import Guessed
 from shoal.sampling.sampler import sample
 from shoal.sampling.stream import uniforms_at
 
-WINDOW_S = 0.5  # a window lasts at most so long, or one step: so often somebody is told how far it is
+WINDOW_S = 0.5  # longest time of a window (or one step): progress is reported after every window
 LOGIT_ELEMENTS = 2**23
 
 
 class CpuDecoder(PagedDecoder):
     page, prefill_tokens, kept_bytes = 8, 4_096, 2**28  # small pages: more of a short prompt is shared
-    guessing_rows = 4  # 1.3 to 2.1 times as fast on text that repeats itself, 1.0 on other; 8 rows: 0.92 to 1.3
+    guessing_rows = 4  # 1.3 to 2.1 times as fast on repetitive text, 1.0 on other text; 8 rows: 0.92 to 1.3
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -37,7 +37,7 @@ class CpuDecoder(PagedDecoder):
         self, size: int, steps: int, greedy: bool, proves: bool, checks: Sequence[Callable[[], None]] = (),
         ended: int = 0, guesses: Mapping[int, Guessed] | None = None,
     ) -> None:  # fmt: skip
-        """Draw so many tokens of every live row, or fewer: until `ended` rows have ended, or time is over."""
+        """Draw `steps` tokens of every live row; fewer if `ended` rows have ended, or if `WINDOW_S` is over."""
         assert self._pool is not None
         until_s, pool, slots = time.monotonic() + WINDOW_S, self._pool, self._pool.slots
         if guesses is not None:
@@ -45,17 +45,17 @@ class CpuDecoder(PagedDecoder):
             return
         live_R = slots.alive[:size].nonzero()[:, 0]
         uniforms_RT = self._uniforms(pool, live_R, steps)
-        names = ("token", "context", "drawn", "limit", "eos", "temperature", "table_SW")
+        names = ("token", "context", "drawn", "limit", "ends_SE", "temperature", "table_SW")
         columns, left = [getattr(slots, name)[live_R] for name in names], len(live_R) - ended
         for step in range(steps):
-            token_R, context_R, drawn_R, limit_R, eos_R, heat_R, table_RW = columns
+            token_R, context_R, drawn_R, limit_R, ends_RE, heat_R, table_RW = columns
             states_RH = self._dense.states(pool.cache, token_R, context_R, table_RW)
             if proves:
                 slots.hidden_SCH[live_R, drawn_R % (2 * pool.chunk)] = states_RH.to(torch.bfloat16)
             token_R, logprob_R = self._choose(states_RH, uniforms_RT[:, step], heat_R, greedy)
             pool.tokens_SW[live_R, step], pool.logprobs_SW[live_R, step] = token_R.int(), logprob_R
             columns[:3] = token_R, context_R + 1, drawn_R + 1
-            lives_R = (token_R != eos_R) & (columns[2] < limit_R)
+            lives_R = (token_R[:, None] != ends_RE).all(dim=1) & (columns[2] < limit_R)
             if not bool(lives_R.all()):
                 slots.drawn[live_R], slots.alive[live_R] = columns[2], lives_R
                 live_R, uniforms_RT = live_R[lives_R], uniforms_RT[lives_R]
@@ -71,8 +71,8 @@ class CpuDecoder(PagedDecoder):
         self, pool: PagePool, steps: int, greedy: bool, proves: bool, until_s: float,
         checks: Sequence[Callable[[], None]], rows: Mapping[int, Guessed],
     ) -> None:  # fmt: skip
-        """The same for few rows, with the tokens that are guessed to come next in the same step: those that are drawn
-        again are right, and so is the token after them. What was stored of the others is overwritten."""
+        """The same for few rows, with guesses of their next tokens in the same step: a guess is right if the seed draws
+        it, and then the token after it is drawn, too. Later steps overwrite what wrong guesses stored."""
         slots, first = pool.slots, dict(zip(rows, pool.slots.drawn[list(rows)].tolist(), strict=True))
         uniforms_RT = dict(zip(rows, self._uniforms(pool, torch.tensor(list(rows)), steps), strict=True))
         while time.monotonic() < until_s:
@@ -89,8 +89,8 @@ class CpuDecoder(PagedDecoder):
             tokens_N, logprobs_N = self._choose(states_NH, uniforms_N, slots.temperature[slot_N], greedy)
             said, start = tokens_N.tolist(), 0
             for slot, tokens in fed.items():
-                own, eos, count = said[start : start + len(tokens)], int(slots.eos[slot]), 1
-                while count < len(tokens) and own[count - 1] == tokens[count] and tokens[count] != eos:
+                own, ends, count = said[start : start + len(tokens)], slots.ends_SE[slot].tolist(), 1
+                while count < len(tokens) and own[count - 1] == tokens[count] and tokens[count] not in ends:
                     count += 1
                 new, at = slice(start, start + count), slice(done[slot], done[slot] + count)
                 pool.tokens_SW[slot, at], pool.logprobs_SW[slot, at] = tokens_N[new].int(), logprobs_N[new]
@@ -101,7 +101,7 @@ class CpuDecoder(PagedDecoder):
                 slots.token[slot] = own[count - 1]
                 slots.context[slot] += count
                 slots.drawn[slot] += count
-                slots.alive[slot] = own[count - 1] != eos and slots.drawn[slot] < slots.limit[slot]
+                slots.alive[slot] = own[count - 1] not in ends and slots.drawn[slot] < slots.limit[slot]
                 start += len(tokens)
             for check in checks:
                 check()

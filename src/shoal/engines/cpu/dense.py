@@ -1,8 +1,8 @@
 """The forward pass of a dense decoder (Llama, Qwen2, Qwen3, Mistral) on a processor: tokens of many rows, over pages.
 
-Most of a small step of transformers is spent between its operations, and torch's own product of matrices is half as
-fast as oneDNN's on some processors. Whether a model is what it looks like here is found out with numbers
-(`batching.paged_decoder`); what does not look like it is decoded by the plain path.
+transformers spends most of a small step between its operations, and torch's own matrix product is half as fast as
+oneDNN's on some processors. A trial with numbers decides whether a model is computed here (`batching.paged_decoder`);
+others are decoded by the plain path.
 
 N: tokens, H: hidden size, Q: query heads, K: key heads, D: size of a head, W: pages of a table, P: positions.
 """
@@ -23,7 +23,7 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION, HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 BY_LENGTH = ("dynamic", "longrope")  # kinds of rotation that depend on how long a sequence is
-LEAST_WORK = 2**20  # weights times tokens of a product, from which on oneDNN is faster than torch's own
+LEAST_WORK = 2**20  # weights times tokens: for larger products oneDNN is faster than torch's own
 
 
 class Linear(NamedTuple):
@@ -74,10 +74,10 @@ class Layer(NamedTuple):
 
 
 class DenseModel:
-    """A model's weights where they lie: they are changed in place."""
+    """Uses a model's weights in place: they may change."""
 
     def __init__(self, model: Any) -> None:
-        """A model with other parts than these is a `NotImplementedError`."""
+        """Raises `NotImplementedError` for a model with other parts."""
         base = model.base_model
         is_alike = model.dtype == torch.float32 and _parts(base) == BASE and all(map(_is_dense, base.layers))
         if not is_alike or getattr(base.rotary_emb, "rope_type", "default") in BY_LENGTH:
@@ -94,8 +94,8 @@ class DenseModel:
         return self._head.logits(states_NH)
 
     def states(self, cache: PagedCache, ids_N: Tensor, position_N: Tensor, table_NW: Tensor) -> Tensor:
-        """The last hidden states [N, H] of tokens. Their keys and values are stored first: those of one row see each
-        other."""
+        """The last hidden states [N, H] of tokens. Their keys and values are stored first, so tokens of one row see
+        each other."""
         states_NH, count = self._base.embed_tokens(ids_N), len(ids_N)
         # cosines and sines of at least so many positions, computed once
         positions = table_NW.shape[1] * cache.page

@@ -1,5 +1,5 @@
-"""Keys, values and attention over pages on a processor, compiled by numba: each token reads the live keys of its own
-row and no padding. Heads are normalised (where there is a weight) and rotated on the way.
+"""Keys, values and attention over pages on a processor, compiled by numba: a token reads the live keys of its own row
+and no padding. Heads are normalised (if there is a weight) and rotated here, too.
 
 N: tokens, Q: query heads, K: key heads, D: size of a head; pages are [pages, K, page, D], `table` [N, pages of a row].
 """

@@ -2,10 +2,10 @@
 
     needs    installed_device, load: which build is installed here, and what to install instead
     engine   VllmEngine: `Engine` on vLLM's own scheduler, attention and key-value cache
-    hook     Hook: stands between vLLM's model and its sampler: seeds, states, forced tokens; the rows under way
-    weights  places, plain_linear: where each weight of a policy lies in vLLM's packed parameters
-    probe    check_model: one short generation against another engine's prefill, before any work is taken
+    hook     Hook: between vLLM's model and its sampler: seeds, states, forced tokens
+    weights  places, plain_linear: where each weight of a policy is in vLLM's packed parameters
+    probe    check_model: one short generation against another engine's prefill, before any work is leased
 
-All of it touches what vLLM does not promise to keep. So the version is pinned exactly (`needs.VERSION`), and
-every start is probed. Importing this package imports neither vLLM nor torch.
+All of it uses internals of vLLM, so the version is pinned exactly (`needs.VERSION`), and every start is probed.
+Importing this package imports neither vLLM nor torch.
 """

@@ -1,15 +1,15 @@
-"""vLLM as an engine: its scheduler, its attention, its cache; our seeds, our proofs, our weights where they lie.
+"""vLLM as an engine: its scheduler, its attention, its cache; our seeds, our proofs, our weights written in place.
 
-    generate   one request of vLLM's for each seed ─► step ─► step ─► …            all groups of a call are in flight
-                                                       │ `hook`: the next token of each row, its state
-                                                       └► tokens taken, full chunks proved, ended rows aborted, who
-                                                          asked for it told; an exception ends the call, and aborts all
+    generate   one vLLM request for each seed ─► step ─► step ─► …                 all groups of a call at once
+                                                  │ `hook`: the next token of each row, its hidden state
+                                                  └► tokens taken, full chunks proved, ended rows aborted, callbacks;
+                                                     an exception ends the call, and aborts all requests
     prefill    the whole sequence as a prompt ─► its states, piece by piece ─► statistics, points
-    policy     first: built with arbitrary weights ─► written ─► probed         later: written where they lie
+    policy     first: built with arbitrary weights ─► written ─► probed         later: written in place
 
-vLLM ends no completion of ours, and is told of no seed, temperature or end-of-sequence token: `Line` ends a row, and
-the row is aborted. A prompt is computed once for its group (prefix caching); what is cached never outlives a call, so
-that no policy is computed with another one's keys.
+vLLM ends no completion and knows no seed, temperature or end-of-sequence tokens: `Line` ends a row, and its request is
+aborted. A prompt is computed once for its group (prefix caching). The cache is emptied after every call, so no policy
+is computed with another one's keys.
 
 N: tokens, V: vocabulary, H: hidden size.
 """
@@ -48,14 +48,13 @@ MAX_ROWS = 256
 TILE_ELEMENTS = 2**23  # of logits at once, when a completion is recomputed
 BLOCK_TOKENS = 32  # of the cache: a shorter prompt is shared with nobody
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 16_384}
-LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 64 << 20, 4 << 30  # on a processor, which has other uses for its memory
+LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 64 << 20, 4 << 30  # on a processor, whose memory is also used otherwise
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class VllmEngine(DrawingEngine):
-    """Implements `Engine`, `UpdatableEngine` and `BoundedEngine`. One caller at a time, in one process: vLLM keeps much
-    of its state in modules. Tensor parallelism would put the model into other processes, where it is out of reach: a
-    worker computes on one device."""
+    """One caller at a time, in one process: vLLM keeps much of its state in modules. Tensor parallelism would put the
+    model into other processes, out of reach: a worker computes on one device."""
 
     name = "vllm"
     memory_bytes: int | None = None
@@ -68,8 +67,7 @@ class VllmEngine(DrawingEngine):
         self.vocabulary_size, self.hidden_size = self._config.vocab_size, self._config.hidden_size
         self.policy: PolicyRef | None = None
         self.size_bytes = 0
-        self.weights: dict[str, Tensor] = {}
-        """Those of the policy, where vLLM computes with them."""
+        self.weights: dict[str, Tensor] = {}  # of the policy, in vLLM's own parameters
         self._vllm: Any = None
 
     @property
@@ -118,8 +116,9 @@ class VllmEngine(DrawingEngine):
         return max(1, min(self._max_rows, cached_tokens // max(1, tokens_each)))
 
     def _start(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """vLLM with the model that the files describe. It sees its configuration alone, as transformers read it."""
-        load()  # also where nobody has warmed up
+        """Start vLLM with the model that the files describe. It gets only the configuration, as transformers read
+        it."""
+        load()  # `warm_up` may not have been called
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -150,7 +149,7 @@ class VllmEngine(DrawingEngine):
         self.size_bytes = sum(weight.nbytes for weight in self.weights.values())
 
     def _memory(self, weights_bytes: int) -> dict[str, Any]:
-        """How much vLLM may take: of a GPU a part, of a processor what all rows together can fill."""
+        """vLLM's memory: a share of a GPU's; on a processor as much cache as all rows together can fill."""
         usable = memory.usable_bytes(self._device, self.memory_bytes)
         if self._device == "cuda":
             return {"gpu_memory_utilization": min(0.95, usable / torch.cuda.get_device_properties(0).total_memory)}
@@ -186,8 +185,8 @@ class VllmEngine(DrawingEngine):
 
     @contextmanager
     def _in_flight(self, rows: Sequence[tuple[VllmRow | GivenRow, Sequence[int], int]]) -> Iterator[None]:
-        """Requests for these rows, with the tokens that are given and how many more there may be. None of them, and
-        nothing that was cached, is left behind, however it ends."""
+        """Requests for these rows, each with its prompt and its largest number of new tokens. Afterwards no request and
+        nothing cached is left, however the block ends."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -210,13 +209,12 @@ class VllmEngine(DrawingEngine):
             self._vllm.reset_prefix_cache()
 
     def _step(self) -> list[VllmRow]:
-        """One step of vLLM; the rows that it chose a token for."""
+        """One step of vLLM; the rows that got a token."""
         self._hook.seen = []
         self._vllm.step()
         return self._hook.seen
 
     def _abort(self, rows: Sequence[VllmRow | GivenRow]) -> None:
-        """Those that have ended already are no concern of vLLM's."""
         if rows:
             self._vllm.abort_request([row.name for row in rows if row.name], internal=True)
 

@@ -1,11 +1,11 @@
-"""Between vLLM's model and its sampler: which token is next, and the hidden state that it is drawn from.
+"""Between vLLM's model and its sampler: chooses the next token, and keeps the hidden state that it is drawn from.
 
     scheduler ─► execute_model ─► states after the final norm, logits        (a captured graph ends before the head)
-                 sample_tokens ─► `Hook`: rows of ours by the inverse CDF at u[t], or forced; their states are kept
+                 sample_tokens ─► `Hook`: our rows by the inverse CDF at u[t], or forced; their states are kept
                  scheduler     ◄─ the tokens
 
-The hook decides nothing else and asks nobody: whatever may fail for reasons of ours happens after the step, in the
-engine, where an exception leaves vLLM as it was. Requests that are not ours are vLLM's own affair.
+The hook makes no other decision and calls nobody: what may fail for our reasons happens after the step, in the engine,
+where an exception leaves vLLM as it was. Requests that are not ours are left to vLLM.
 
 N: rows that get a token, V: vocabulary, H: hidden size.
 """
@@ -35,12 +35,12 @@ class VllmRow(DrawnRow):
 
     @property
     def position(self) -> int:
-        """Of the next token, in the stream of its seed."""
+        """Position of the next token, in the stream of its seed."""
         return self.request.begun + len(self.tokens)
 
 
 def prove(rows: Sequence[VllmRow], proof: ProofParameters) -> list[VllmRow]:
-    """The proofs of all chunks that are full, or the last of their completion; the rows that have new ones."""
+    """Prove all chunks that are full, or the last of their completion; returns the rows with new proofs."""
     full = [row for row in rows if len(row.states) == proof.rows or (row.ended and row.states)]
     if full:
         states_NH = torch.stack([state for row in full for state in row.states])
@@ -70,7 +70,8 @@ class GivenRow:
         return [*self.request.prompt_ids, *self.request.token_ids.tolist()[:-1]]
 
     def see(self, states_TH: Tensor, first: int) -> None:
-        """States of the tokens from position `first` on. What has lost its cache is computed again from the start."""
+        """Add states of the tokens from position `first` on. A sequence that lost its cache is computed again from the
+        start."""
         begin = len(self.request.prompt_ids) - 1
         wanted_TH = states_TH[max(0, begin - first) :]
         if first <= begin:
@@ -80,8 +81,8 @@ class GivenRow:
 
 
 class Hook:
-    """`drawn` and `given` are ours, by vLLM's name for the request; `seen` are those that the step chose a token for:
-    each step begins with an empty list. States are kept where `keeps_states`."""
+    """`drawn` and `given` are our rows, by vLLM's name of the request; `seen` are those that got a token in this step:
+    each step begins with an empty list."""
 
     def __init__(self, runner: Any) -> None:
         self.drawn: dict[str, VllmRow] = {}
@@ -94,7 +95,7 @@ class Hook:
         runner.sample_tokens, runner._sample = self._with_states, self._chosen
 
     def _with_states(self, grammar_output: Any) -> Any:
-        """In place of `sample_tokens`: the states of this step are here, and gone afterwards."""
+        """Replaces `sample_tokens`: the states of a step are available only here."""
         computed = self._runner.execute_model_state
         if computed is not None:
             self._states_NH = computed.sample_hidden_states
@@ -110,7 +111,7 @@ class Hook:
                 self.given[request].see(states_NH[starts[place] : starts[place + 1]], computed)
 
     def _chosen(self, logits_NV: Tensor, spec_decode_metadata: Any) -> Any:
-        """In place of `_sample`. A prompt that is only partly computed has a row here too, and gets no token."""
+        """Replaces `_sample`. A prompt that is only partly computed has a row here too, and gets no token."""
         from vllm.v1.outputs import SamplerOutput
 
         if not (self.drawn or self.given):

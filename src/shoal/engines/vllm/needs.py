@@ -1,4 +1,4 @@
-"""What has to be installed for the vLLM engine, told before anything else happens. Imports neither vLLM nor torch."""
+"""What must be installed for the vLLM engine. Imports neither vLLM nor torch."""
 
 import logging
 import os
@@ -25,15 +25,14 @@ UNFITTING = "pip uninstall torchvision torchaudio torchcodec"
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model runs in this process, where its states are accessible
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # one model runner for processors and GPUs
-    "VLLM_CONFIGURE_LOGGING": "0",  # what it says goes through our log
+    "VLLM_CONFIGURE_LOGGING": "0",  # its messages go through our log
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
 }
 
 
 def installed_device() -> str:
-    """The device that the installed vLLM computes on; a `ConfigError` says what to install if it is not the one that
-    this engine was written for."""
+    """The device of the installed vLLM; `ConfigError` says what to install if this engine cannot use it."""
     found = {package: version for package in BUILDS if (version := _version(package)) is not None}
     if not found:
         raise ConfigError(f"the engine vllm needs vLLM {VERSION}, and no vLLM is installed here: {REMEDY}")
@@ -56,28 +55,28 @@ def load() -> None:
     os.environ.update(SETTINGS)
     began_s = time.monotonic()
     log.info("loading vLLM, which may take a minute")
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # of its own defaults it warns at every start
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns about its own defaults at every start
     try:
         import vllm.v1.engine.llm_engine  # noqa: F401
         from vllm.triton_utils import dispatcher
-    except (ImportError, OSError, RuntimeError) as error:  # parts that were built for another torch fail in many ways
+    except (ImportError, OSError, RuntimeError) as error:  # packages built for another torch fail in many ways
         raise ConfigError(
-            f"vLLM does not load ({type(error).__name__}: {error}): where parts of another build of torch are "
+            f"vLLM does not load ({type(error).__name__}: {error}): if packages for another build of torch are "
             f"installed beside it, `{UNFITTING}` helps; else {REMEDY}"
         ) from error
-    dispatcher.vars = _vars  # a global of that module alone, in front of the builtin
+    dispatcher.vars = _vars  # a global of that module alone, which hides the builtin
     log.info("vLLM is loaded, after %.1f s", time.monotonic() - began_s)
 
 
 def _vars(value: object) -> Mapping[str, Any]:
-    """vLLM looks for its kernels among the values of all modules. llvmlite, which numba loads, has one whose `__dict__`
-    is no dictionary, and it would fail there."""
+    """vLLM looks for its kernels in the `vars` of all modules. llvmlite, which numba loads, has a module whose
+    `__dict__` is no dictionary, and vLLM would fail there."""
     found = vars(value)
     return found if isinstance(found, Mapping) else {}
 
 
 def _version(package: str) -> str | None:
-    """Without what follows a plus sign, which names the build."""
+    """Without the build, which follows a plus sign."""
     try:
         return metadata.version(package).partition("+")[0]
     except metadata.PackageNotFoundError:

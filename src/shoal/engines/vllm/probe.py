@@ -1,10 +1,10 @@
-"""Before any work is taken: does vLLM compute this model as a validator will?
+"""Before any work is leased: does vLLM compute this model as a validator will?
 
     vLLM ── one short generation ──► torch's engine, same weights, on the processor ── prefill ──► three differences
-                              └────► where memory does not suffice for that: vLLM's own prefill
+                              └────► if memory does not suffice for that: vLLM's own prefill
 
-vLLM had built the model with other weights before these were written. So a layer that still computes with its first
-weights is found here, too.
+vLLM built the model with other weights before these were written, so this also finds a layer that still computes with
+its first weights.
 """
 
 import logging
@@ -24,18 +24,18 @@ log = logging.getLogger(__name__)
 
 SEEDS, TOKENS = (0, 1, 2), 40  # of the prompt, and as many new ones
 PROOF = ProofParameters(topk=64, rows=16)
-COPIES = 3  # of the weights in float32: what another engine takes while it is filled
-EDGE = 0.01  # how far a uniform may lie outside the interval of its token and count as inside
-# The mean difference of log-probabilities, and of all tokens and values the parts that may lie outside, or have another
-# exponent. Rounding is far below, other weights are far above.
+COPIES = 3  # of the weights in float32: the memory of another engine while it loads them
+EDGE = 0.01  # a uniform may lie so far outside the interval of its token and still count as inside
+# Limits: mean difference of log-probabilities; share of tokens outside; share of values with another exponent. Rounding
+# stays far below, other weights are far above.
 BOUNDS = {"float32": (1e-3, 0.0, 0.01), "bfloat16": (0.1, 0.1, 0.15)}
 
 
 def check_model(engine: Engine, files: Mapping[str, bytes], tensors: Mapping[str, TensorView]) -> None:
-    """Raise `ModelError` if what `engine` generates is not what a prefill with the same weights says of it."""
+    """Raise `ModelError` if what `engine` generates differs from a prefill with the same weights."""
     tokens = min(TOKENS, int(read_config(files).get("max_position_embeddings") or 2 * TOKENS) // 2)
     prompt = tuple(7 * n % engine.vocabulary_size for n in range(1, tokens + 1))
-    sampling = SamplingParameters.model_construct(temperature=1.0, max_new_tokens=tokens, eos_token_id=-1)
+    sampling = SamplingParameters.model_construct(temperature=1.0, max_new_tokens=tokens, eos_token_ids=())
     try:
         [group] = engine.generate([GenerationRequest(prompt, SEEDS, sampling)], PROOF)
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""Where the weights of a policy lie in vLLM's model, so that they can be written there.
+"""Where the weights of a policy are in vLLM's model, so that they can be written in place.
 
-vLLM packs: query, key and value are one parameter, gate and up another. Its own loader knows where each weight of a
-checkpoint goes. Here that loader runs with nothing to load: what it would have copied to are the places.
+vLLM packs query, key and value into one parameter, gate and up into another. Its own loader knows where each weight of
+a checkpoint goes: here the loader runs without data, and the targets of its copies are recorded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ LOADER_ERRORS = (AttributeError, AssertionError, LookupError, TypeError, ValueEr
 
 
 class _Destinations(TorchFunctionMode):
-    """Copies are noted instead of made. Padding, which is filled with zeros, is noted and filled."""
+    """Copies are recorded instead of made. Padding, which is filled with zeros, is recorded and filled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class _Destinations(TorchFunctionMode):
 
 
 def places(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """For each weight of a policy, by name, the part of a parameter that holds it. A `ModelError` if vLLM lays one out
-    otherwise, or has parameters that none of them fills."""
+    """For each weight of a policy, by name, the part of a parameter that holds it. `ModelError` if vLLM stores one in
+    another layout, or has parameters that no weight fills."""
     found, written = dict[str, Tensor](), dict[int, int]()
     for name, shape in shapes.items():
         seen = _Destinations()

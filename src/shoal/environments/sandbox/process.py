@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from shoal.environments.sandbox import seccomp, view
 from shoal.errors import EnvironmentSetupError, ScoringFailure
@@ -40,12 +40,10 @@ Cut = Literal["time", "output"]
 Ended = Literal["well", "error", "signal", "time", "output"]
 
 
-class Limits(BaseModel):
+class Limits(BaseModel, frozen=True, extra="forbid"):
     """Limits of one program, for all of its tests together unless noted. A program beyond them is worth 0. Time is
     processor time, so a busy machine fails no good program; starting a test does not count. A program that only waits
     is ended by the clock, after four times its processor time and five seconds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     cpu_s: int = Field(default=10, ge=1, le=600, description="processor seconds of all tests together")
     test_cpu_s: int = Field(default=4, ge=1, le=120, description="processor seconds of one test")

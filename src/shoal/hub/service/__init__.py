@@ -4,6 +4,7 @@ HTTP: a refusal is an exception (`state.commands.Refusal`)."""
 import logging
 
 from shoal.errors import ShoalError
+from shoal.hub.service.archiving import Archiving
 from shoal.hub.service.checking import Checking
 from shoal.hub.service.context import Context, retry
 from shoal.hub.service.measuring import Calibrating, Evaluating
@@ -32,8 +33,13 @@ class Hub:
         self.evaluating = Evaluating(context, self.work.drawing)
         self.checking = Checking(context, self.work, self.evaluating, self.showing)
         self.posting = posting = Posting(context)
-        self.reporting, self.stories = Reporting(context, posting), Stories(context, posting)
-        self.upkeep, self._closed = Upkeep(context, posting, self.evaluating), False
+        self.reporting, now_ms = Reporting(context, posting), context.clock.now_ms
+        self.stories = Stories(
+            context.storage, config.run_id, context.secret, context.rules, now_ms,
+            post=lambda: posting.post_for_reader(),  # looked up each time
+        )  # fmt: skip
+        self.archiving = Archiving(context)
+        self.upkeep, self._closed = Upkeep(context, posting, self.evaluating, self.archiving), False
 
     def close(self) -> None:
         """Empty the outbox first, so that the folder has the whole ledger. Closing twice is harmless."""
@@ -43,6 +49,7 @@ class Hub:
         try:
             self.context.storage.flush()
             self.posting.post()
+            self.archiving.close()
             self.context.resign()
         except ShoalError as error:  # what is recorded is in the outbox, on disk: the next to lead posts it
             log.warning("the last rows of the ledger are not posted yet: %s", error)

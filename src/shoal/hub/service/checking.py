@@ -1,6 +1,7 @@
 """What validators call: audits, the bytes of submissions, verdicts."""
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -11,7 +12,7 @@ from shoal.hub.service.showing import Showing, unknown_submission
 from shoal.hub.service.work import Work
 from shoal.hub.state import Refusal, alarm, audits, newcomers, pacing, reputation
 from shoal.hub.state.audits import Ruling, VerdictCase
-from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow, SubmissionState
+from shoal.hub.state.rows import Moment, NodeRow, SubmissionRow, SubmissionState, TraceRow
 from shoal.hub.storage import Reader, Writer
 from shoal.protocol import verdict as messages
 from shoal.protocol.codec import pack
@@ -95,7 +96,7 @@ class Checking:
     def verdicts(self, node: NodeRow, report: messages.VerdictReport) -> messages.VerdictReply:
         """Apply verdicts; those that do not fit are named. Where hubs share a database, a few nodes' in a transaction:
         none is locked for long for others' sake."""
-        rulings, refused = list[Ruling](), list[RefusedVerdict]()
+        rulings, refused, traces = list[Ruling](), list[RefusedVerdict](), dict[str, TraceRow]()
         for signed in report.verdicts:
             try:
                 verdict = self._context.opened(signed, Verdict, node.public_key, "verdict")
@@ -104,6 +105,7 @@ class Checking:
                     raise Refusal(422, "verdict.environment", sentence)
                 require_environment(self._context, digest, "verdict.environment", "verdict")
                 rulings.append(Ruling(verdict, node.node, signed.model_dump_json()))
+                traces |= _trace(verdict.submission, report.traces.get(verdict.submission))
             except Refusal as refusal:
                 refused.append(_refused(str(signed.document.get("submission", ""))[:64], refusal))
         self._showing.keep(ruling.verdict for ruling in rulings)
@@ -112,13 +114,15 @@ class Checking:
             rulings.sort(key=lambda ruling: ruling.verdict.node)
             most = AT_ONCE
         for first in range(0, max(1, len(rulings)), most):
-            refused += self._rule(node, rulings[first : first + most])
+            refused += self._rule(node, rulings[first : first + most], traces)
         failed = any(ruling.verdict.outcome != Outcome.ACCEPTED for ruling in rulings)
         # what waited for a light audit may wait for a full one now, and a unit for a validator
         self._context.changes.notify(Topic.LEASES, Topic.BATCHES, *((Topic.AUDITS,) if failed else ()))
         return messages.VerdictReply(refused=tuple(refused))
 
-    def _rule(self, validator: NodeRow, rulings: Sequence[Ruling]) -> list[RefusedVerdict]:
+    def _rule(
+        self, validator: NodeRow, rulings: Sequence[Ruling], traces: Mapping[str, TraceRow]
+    ) -> list[RefusedVerdict]:
         refused, counted = list[RefusedVerdict](), list[tuple[NodeRow, Verdict]]()
         with self._context.decision(counted=False) as (transaction, moment):
             require_trusted(transaction, validator.public_key)
@@ -130,6 +134,8 @@ class Checking:
                     moment = self._context.moment(transaction)
                     commands = audits.judge(moment, case, ruling)
                     transaction.apply(commands)
+                    if commands and verdict.submission in traces:
+                        transaction.apply([traces[verdict.submission]])
                     steered = verdict.branches.differences or verdict.reason == reputation.STEERED
                     if commands and steered:  # no commands: the same verdict again
                         counted.append((case.node, verdict))
@@ -199,9 +205,19 @@ class Checking:
             submission=row.submission, size_bytes=row.size_bytes,
             lease=self._context.signed_before(holding.lease.document), received_at_ms=row.received_at_ms,
             deadline_ms=row.claimed_until_ms or 0, depth=row.depth, record=node.record,
-            shown=self._showing.prefixes(reader, row.lease), newcomer=node.on_probation, trusted=node.trusted,
+            shown=self._showing.prefixes(reader, row.lease), newcomer=node.on_probation, trusted=node.is_ours,
             gains=node.gains, look_share=messages.look_share(node.passed, evidence), distrusted=distrusted,
         )  # fmt: skip
+
+
+def _trace(submission: str, text: str | None) -> dict[str, TraceRow]:
+    """What a validator saw at each token; none if that is no base64."""
+    if not text:
+        return {}
+    try:
+        return {submission: TraceRow(submission, base64.b64decode(text, validate=True))}
+    except ValueError:
+        return {}
 
 
 def _suspicion(reader: Reader, key: str) -> reputation.Suspicion:

@@ -4,57 +4,74 @@ Anyone may ask. So the seeds of a unit, and the leases that hold them, are told 
 more; where a node is, never.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from shoal.hub.service.context import Context, node_view, shared
-from shoal.hub.service.upkeep import Posting
+from shoal.hub.service.context import node_view, shared
 from shoal.hub.state import Refusal, draws, orders, units
-from shoal.hub.state.rows import LeaseRow, LeaseState, NodeRow, SubmissionRow, SubmissionState, UnitRow, UnitState
-from shoal.hub.storage import Reader
+from shoal.hub.state.rows import (
+    LeaseRow,
+    LeaseState,
+    NodeRow,
+    Rules,
+    SubmissionRow,
+    SubmissionState,
+    UnitRow,
+    UnitState,
+)
+from shoal.hub.storage import Reader, Storage
 from shoal.ledger import EVIDENCED, credit_for, node_subject, unit_subject
 from shoal.protocol import NodeState, SignedDocument, status
+from shoal.protocol.node import titled
 from shoal.runtime.text import count_of
 
 LEASES_SHOWN, RECENT_SHOWN, REFUSED_SHOWN, ENTRIES_SHOWN = 50, 20, 50, 200
 EARNINGS = ("credit", "pending")  # kinds of entries that a node has by the thousand; its account sums them up
 
 
+@dataclass(frozen=True)
 class Stories:
-    def __init__(self, context: Context, posting: Posting) -> None:
-        self._context, self._posting = context, posting
+    """`post` appends what waits for the ledger; of a run that is over nothing waits."""
+
+    storage: Storage
+    run: str
+    secret: bytes
+    rules: Rules
+    now_ms: Callable[[], int]
+    post: Callable[[], None] = lambda: None
 
     def unit(self, number: int) -> status.UnitStory:
-        with self._context.storage.read() as reader:
+        with self.storage.read() as reader:
             if reader.unit(number) is None:
                 raise Refusal(404, "unit.unknown", f"there is no unit {number} in this run (yet)")
-        self._posting.post_for_reader()
-        with self._context.storage.read() as reader:
+        self.post()
+        with self.storage.read() as reader:
             unit = reader.unit(number)
             assert unit is not None, "no unit is ever taken back"
             entries = reader.ledger_about(unit_subject(number), (), ENTRIES_SHOWN)
             leases, rows = reader.leases_of_unit(number), reader.submissions_of_unit(number)
             sent = _submissions(reader, rows)
         # an accepted group without a batch may still be pulled, and the unit given out again
-        batched, config = unit.state == UnitState.ACCEPTED and unit.step is not None, self._context.config
+        batched = unit.state == UnitState.ACCEPTED and unit.step is not None
         decided = batched or unit.state in (UnitState.TRAINED, UnitState.DROPPED, UnitState.VOID)
-        seeds = draws.unit_seeds(self._context.secret, config.run_id, number, config.run.group_size) if decided else ()
+        seeds = draws.unit_seeds(self.secret, self.run, number, self.rules.group_size) if decided else ()
         derived = {
-            "run": config.run_id, "sentence": unit_sentence(unit, leases), "seeds": seeds,
+            "run": self.run, "sentence": unit_sentence(unit, leases), "seeds": seeds,
             "leases": tuple(_lease(row, decided) for row in leases), "submissions": sent, "ledger": tuple(entries),
         }  # fmt: skip
         return status.UnitStory(**{**shared(unit, status.UnitStory), **derived})
 
     def node(self, node: str) -> status.NodeStory:
-        with self._context.storage.read() as reader:
+        with self.storage.read() as reader:
             if reader.node(node) is None:
                 raise Refusal(404, "node.unknown", f"there is no node {node[:64]!r} in this run")
-        self._posting.post_for_reader()
-        with self._context.storage.read() as reader:
+        self.post()
+        with self.storage.read() as reader:
             row = reader.node(node)
             assert row is not None, "no node is ever taken out"
             derived = {
-                "run": self._context.config.run_id, "sentence": node_sentence(row),
-                "node": node_view(row, reader.presence(node), self._context.rules, self._context.clock.now_ms()),
+                "run": self.run, "sentence": node_sentence(row),
+                "node": node_view(row, reader.presence(node), self.rules, self.now_ms()),
                 "leases": tuple(_lease(lease, decided=False) for lease in reader.leases_of(node, LEASES_SHOWN)),
                 "recent": _submissions(reader, reader.submissions_of(node, False, RECENT_SHOWN)),
                 "refused": _submissions(reader, reader.submissions_of(node, True, REFUSED_SHOWN)),
@@ -63,16 +80,16 @@ class Stories:
         return status.NodeStory(**{**shared(row, status.NodeStory), **derived})
 
     def nodes(self, after: str, limit: int) -> status.NodePage:
-        rules, now_ms = self._context.rules, self._context.clock.now_ms()
-        with self._context.storage.read() as reader:
+        rules, now_ms = self.rules, self.now_ms()
+        with self.storage.read() as reader:
             rows, counts = reader.nodes_after(after, limit), reader.node_counts()
             presences = reader.presences_named([row.node for row in rows])
         views = (node_view(row, presences.get(row.node), rules, now_ms) for row in rows)
         return status.NodePage(nodes=tuple(views), counts=counts)
 
     def evidence(self, after: int, limit: int) -> status.EvidencePage:
-        self._posting.post_for_reader()
-        with self._context.storage.read() as reader:
+        self.post()
+        with self.storage.read() as reader:
             return status.EvidencePage(evidence=tuple(evidence_of(reader, reader.ledger_after(after, limit))))
 
 
@@ -162,14 +179,15 @@ def rule_of(row: SubmissionRow, severity: str) -> str:
 
 def node_sentence(row: NodeRow) -> str:
     if row.state is NodeState.BANNED:
-        end = ", and that is for good" if row.reason == orders.REVOKED else "; only the run's owner can pardon it"
+        is_final = row.certified or row.reason == orders.REVOKED
+        end = ", and that is for good" if is_final else "; only the run's owner can pardon it"
         return f"banned: {row.reason}{end}"
     if row.state is NodeState.SUSPENDED:
         again = f", {row.suspensions} times so far" if row.suspensions > 1 else ""
         end = "it ends by itself" if row.until_ms is not None else "only the run's owner can pardon it"
         return f"suspended{again}: {row.reason}; {end}"
     if row.role != "worker":
-        return f"a {row.role} that the root key certified"
+        return f"a {titled(row.role)} that the root key certified"
     if row.on_probation:
         return f"on probation: {row.passed} full audits passed since it came, or since its last strike"
     return f"established: {row.streak} full audits passed in a row"

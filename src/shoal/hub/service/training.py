@@ -1,5 +1,6 @@
 """What the trainer calls: announcements, batches and their rollouts, step reports."""
 
+import json
 from dataclasses import replace
 
 from shoal.environments import columns_of
@@ -87,14 +88,16 @@ class Training:
         with context.storage.read() as reader:
             batch = reader.batch(step)
             units = reader.units_named([group.unit for group in batch.groups] if batch else [])
+            verdicts = reader.verdicts_of([group.submission for group in batch.groups] if batch else [])
         if batch is None:
             raise Refusal(404, "batch.unknown", f"step {step} has no batch yet: ask for it with POST /batches/{step}")
         groups = []
         for group in batch.groups:
             submission = unpack(context.blobs.get(group.submission), Submission, context.config.submission_limits)
+            scored = json.loads(verdicts[group.submission])["document"]["rewards"]
             rollouts = [
-                TrainingRollout(each.tokens, each.logprobs, each.finish, reward, given=each.given)
-                for each, reward in zip(submission.rollouts, group.rewards, strict=True)
+                TrainingRollout(each.tokens, each.logprobs, each.finish, reward, each.given, parts.get("parts", {}))
+                for each, reward, parts in zip(submission.rollouts, group.rewards, scored, strict=True)
             ]
             task, version = units[group.unit].task, group.policy.version
             columns = columns_of(context.config.environment, task)

@@ -13,6 +13,7 @@ from shoal import ledger
 from shoal.errors import DiskError, ShoalError
 from shoal.hub.buckets import Buckets
 from shoal.hub.changes import Topic
+from shoal.hub.service.archiving import Archiving
 from shoal.hub.service.context import Context, holders
 from shoal.hub.service.measuring import Evaluating
 from shoal.hub.state import UNDECIDED_SUBMISSIONS, Moment, audits, credits, leases, nodes
@@ -79,9 +80,9 @@ def note_failure(context: Context, what: str, error: Exception) -> None:
 
 
 class Upkeep:
-    def __init__(self, context: Context, posting: Posting, evaluating: Evaluating) -> None:
+    def __init__(self, context: Context, posting: Posting, evaluating: Evaluating, archiving: Archiving) -> None:
         self.context = self._context = context
-        self._posting, self._evaluating = posting, evaluating
+        self._posting, self._evaluating, self._archiving = posting, evaluating, archiving
         self._forgot_at_ms, self._ticked_ms = 0, context.clock.now_ms()
         self._alarms: list[str] = []
 
@@ -99,7 +100,8 @@ class Upkeep:
             return
         failures: list[Exception] = []
         post = lambda _now_ms: self._posting.post()  # noqa: E731
-        for part in (self._end_overdue, self._end_silent, self._mature, post, self._forget, self._log_alarms):
+        parts = (self._end_overdue, self._end_silent, self._mature, post, self._forget, self._log_alarms)
+        for part in (*parts, self._archiving.tick):
             try:
                 part(now_ms)
             except Exception as error:  # noqa: BLE001  raised below

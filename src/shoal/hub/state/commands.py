@@ -5,7 +5,17 @@ from enum import StrEnum
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from shoal.errors import HubRefused
-from shoal.hub.state.rows import EvaluationRow, LeaseRow, Moment, NodeRow, ShownRow, SubmissionRow, TaskRow, UnitRow
+from shoal.hub.state.rows import (
+    EvaluationRow,
+    LeaseRow,
+    Moment,
+    NodeRow,
+    ShownRow,
+    SubmissionRow,
+    TaskRow,
+    TraceRow,
+    UnitRow,
+)
 from shoal.protocol import Batch, PolicyRef, SignedDocument
 
 
@@ -70,5 +80,5 @@ class Record:
     at_ms: int
 
 
-Command: TypeAlias = Save[Any] | TaskRow | AddPolicy | AddBatch | AddVerdict | ShownRow | RaiseAlarm | Record
+Command: TypeAlias = Save[Any] | TaskRow | AddPolicy | AddBatch | AddVerdict | ShownRow | TraceRow | RaiseAlarm | Record
 """A row without a state is its own command: a task's is written over whatever it was, only with a batch."""

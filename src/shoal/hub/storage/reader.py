@@ -94,9 +94,10 @@ class Reader:
     # fmt: off
     nodes = _all(table.NODES, "ORDER BY registered_at_ms, node")
     nodes_named = _by_name(table.NODES)
+    leases_named = _by_name(table.LEASES)
     nodes_after = _all(table.NODES, "WHERE node > :node ORDER BY node LIMIT :limit")
     # Workers of one kind heard of since then that have failed this check since then, or passed an audit.
-    same_kind = _all(table.NODES, f"""{_SEEN} WHERE kind = :kind AND role = 'worker'
+    same_kind = _all(table.NODES, f"""{_SEEN} WHERE kind = :kind AND role <> 'validator'
         AND (passed > 0 OR (failed_check = :check AND failed_at_ms >= :since_ms))
         AND presence.last_seen_ms >= :since_ms ORDER BY nodes.node""")
     presences_named = _by_name(table.PRESENCE)
@@ -202,6 +203,15 @@ class Reader:
         found = self._rows(f"SELECT digest FROM policies {where}", incarnation=incarnation, version=version)
         return PolicyRef(incarnation=incarnation, version=version, digest=found[0][0]) if found else None
 
+    def policies(self, limit: int) -> list[tuple[PolicyRef, int]]:
+        """The newest ones, and when they were announced."""
+        query = """SELECT incarnation, version, digest, announced_at_ms FROM policies
+            ORDER BY incarnation DESC, version DESC LIMIT :most"""
+        return [
+            (PolicyRef(incarnation=incarnation, version=version, digest=digest), int(at_ms))
+            for incarnation, version, digest, at_ms in self._rows(query, most=limit)
+        ]
+
     def batch(self, step: int) -> Batch | None:
         found = self._rows("SELECT document FROM batches WHERE step = :step", step=step)
         return Batch.model_validate_json(found[0][0]) if found else None
@@ -245,7 +255,8 @@ class Reader:
 
     def is_established_here(self, since_ms: int) -> bool:
         query = f"""SELECT 1 FROM nodes JOIN presence ON presence.node = nodes.node
-            WHERE passed >= {rows.PROBATION_AUDITS} AND role = 'worker' AND state = '{NodeState.ACTIVE}'
+            WHERE (passed >= {rows.PROBATION_AUDITS} AND role = 'worker' OR role = 'trusted')
+            AND state = '{NodeState.ACTIVE}'
             AND presence.last_seen_ms >= :since_ms LIMIT 1"""
         return bool(self._rows(query, since_ms=since_ms))
 
@@ -348,6 +359,17 @@ class Reader:
         size = table.UNITS.size
         found = self._rows(query, node=node)
         return [rows.Filled(table.UNITS.read(row), table.SUBMISSIONS.read(row[size:])) for row in found]
+
+    def decided_after(self, at_ms: int, submission: str, until_ms: int, limit: int) -> list[rows.SubmissionRow]:
+        """In the order of their decisions: those after a decision, up to a time."""
+        later = "decided_at_ms > :at_ms OR (decided_at_ms = :at_ms AND submission > :submission)"
+        where = f"WHERE decided_at_ms <= :until_ms AND decided_at_ms >= :at_ms AND ({later})"
+        order = "ORDER BY decided_at_ms, submission LIMIT :most"
+        values = {"at_ms": at_ms, "submission": submission, "until_ms": until_ms, "most": limit}
+        return self._find(table.SUBMISSIONS, f"{where} {order}", **values)
+
+    def traces_of(self, submissions: Sequence[str]) -> dict[str, bytes]:
+        return {row.submission: row.body for row in self._named(table.TRACES, submissions)}
 
     def submissions_of(self, node: str, refused: bool, limit: int) -> list[rows.SubmissionRow]:
         ends = (SubmissionState.REJECTED, SubmissionState.UNSURE, SubmissionState.PULLED)

@@ -21,9 +21,9 @@ from pydantic import BaseModel
 
 from shoal.errors import ConfigError
 from shoal.hub.state.commands import AddVerdict, RaiseAlarm
-from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, ShownRow, SubmissionRow, TaskRow, UnitRow
+from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, ShownRow, SubmissionRow, TaskRow, TraceRow, UnitRow
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 7
 
 WHOLE = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # there a whole number that is the key is where the row lies
 _TYPES: dict[Any, Any] = {int: WHOLE, float: sa.Float, bool: sa.Boolean, bytes: sa.LargeBinary}  # the rest is text
@@ -107,6 +107,8 @@ submissions = _table(
 )
 # One verdict per submission: the first stands, credit is given once.
 verdicts = _table("verdicts", AddVerdict, ("submission",), refer={"submission": "submissions.submission"})
+# What a validator saw at each token, until it is among the records.
+traces = _table("traces", TraceRow, ("submission",), refer={"submission": "submissions.submission"})
 # One digest per (incarnation, version): weights that differ are another incarnation.
 policies = _table("policies", {"incarnation": int, "version": int, "digest": str, "announced_at_ms": int},
                   ("incarnation", "version"))
@@ -200,6 +202,7 @@ def _conversions(sort: Any) -> tuple[Callable[[Any], Any] | None, Callable[[Any]
 NODES, UNITS, LEASES = Mapped(nodes, NodeRow), Mapped(units, UnitRow), Mapped(leases, LeaseRow)
 SUBMISSIONS, VERDICTS = Mapped(submissions, SubmissionRow), Mapped(verdicts, AddVerdict)
 SHOWN, TASKS, EVALUATIONS = Mapped(shown, ShownRow), Mapped(tasks, TaskRow), Mapped(evaluations, EvaluationRow)
+TRACES = Mapped(traces, TraceRow)
 PRESENCE, ALARMS, OUTBOX = Mapped(presence, Presence), Mapped(alarms, RaiseAlarm), Mapped(ledger_outbox, Outgoing)
 
 

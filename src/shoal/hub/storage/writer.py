@@ -69,6 +69,8 @@ class Writer(Reader):
                 self._execute(tables.VERDICTS.insert, vars(command))
             case rows.ShownRow():
                 self._execute(tables.SHOWN.insert, tables.SHOWN.write(command))
+            case rows.TraceRow():
+                self._execute(tables.TRACES.insert, tables.TRACES.write(command))
             case commands.RaiseAlarm():
                 self._execute(tables.ALARMS.upsert, vars(command))
             case commands.Record(kind, body, at_ms):
@@ -124,6 +126,10 @@ class Writer(Reader):
         expired = "SELECT node, nonce FROM nonces WHERE expires_at_ms < :before_ms LIMIT :most"
         values = {"before_ms": before_ms, "most": limit}
         return int(self._execute(f"DELETE FROM nonces WHERE (node, nonce) IN ({expired})", values).rowcount)
+
+    def forget_traces(self, submissions: Sequence[str]) -> None:
+        for submission in submissions:
+            self._execute("DELETE FROM traces WHERE submission = :submission", {"submission": submission})
 
     def forget_shown(self, before_ms: int) -> int:
         """Of leases that ended before then and have no submission that is to be judged yet."""

@@ -22,10 +22,7 @@ from pathlib import Path
 
 from shoal.errors import BroadcastError, UserError, VersionNotFound
 from shoal.protocol import PolicyRef
-from shoal.runtime.files import FolderLock, ensure_folder, write_atomically
-from shoal.runtime.limits import show_bytes
-from shoal.runtime.stop import StopToken
-from shoal.runtime.text import visible
+from shoal.runtime import FolderLock, StopToken, ensure_folder, show_bytes, visible, write_atomically
 from shoal.shardcast import Downloader, DownloadSettings, Payload, Progress
 from shoal.shardcast.cast import Sources, Terminal
 from shoal.shardcast.payload import copy_or_link, os_errors
@@ -152,7 +149,6 @@ class Delivery:
             raise UserError(f"{strangers[0]} exists and was not fetched from here: {advice}")
 
     def _remove_old(self, kept: set[str]) -> None:
-        """Remove files of an older version that this one lacks, unless they were changed."""
         for name, stamp in self._delivered().items():
             path = Path(name)
             if name not in kept and path.is_relative_to(self._path) and _stamp(path) == stamp:

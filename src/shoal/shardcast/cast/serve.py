@@ -20,9 +20,7 @@ from pathlib import Path
 from shoal.errors import BroadcastError, ManifestRefused, PolicyMismatch, ResourceError, UserError, VersionNotFound
 from shoal.protocol import BroadcastHead, SigningKey, load_or_create_key
 from shoal.protocol.policy import name_problem
-from shoal.runtime.files import ensure_folder
-from shoal.runtime.limits import show_bytes
-from shoal.runtime.stop import StopToken
+from shoal.runtime import StopToken, ensure_folder, show_bytes
 from shoal.shardcast import Content, Origin, OriginSettings, RelayConfig, run_origin, run_relay
 from shoal.shardcast.cast import Sources, Terminal, say_commands
 from shoal.shardcast.connection import Address, Deadline, Timeouts
@@ -105,7 +103,6 @@ def run_publish(request: PublishRequest, begin: Callable[[], StopToken], termina
 
 
 def _head(directory: Path, key: SigningKey) -> BroadcastHead | None:
-    """The folder's current head; `UserError` if another key has signed it."""
     try:
         return read_head((directory / HEAD).read_bytes(), None, key.public_key)
     except FileNotFoundError:

@@ -121,7 +121,6 @@ class Demonstrations:
         self.rows, self.where = self._table.rows, self._table.where
 
     def read(self) -> Iterator[Demonstration | UnusableTask]:
-        """Every row in order: a demonstration, or why it cannot be used."""
         scanned = (row for batch in self._table.scan(self._columns) for row in rows_of(batch))
         for number, row in enumerate(scanned):
             try:
@@ -171,8 +170,7 @@ class Encoder:
             raise ModelError(f"{details}: add one to its folder, or give prompt and completion")
 
     def encode(self, demonstration: Demonstration) -> tuple[Tokens, ...]:
-        """The sequences of a demonstration: one, if the chat template allows it. `UnusableTask` if it cannot be
-        encoded."""
+        """One sequence, if the chat template allows it. `UnusableTask` if it cannot be encoded."""
         try:
             return tuple(self._turns(demonstration))
         except (ModelError, UnicodeEncodeError) as error:
@@ -206,5 +204,5 @@ class Encoder:
         yield Tokens.of(ids, trained)
 
     def _spoken(self, text: str) -> tuple[int, ...]:
-        """The ids of an answer with the end of its turn. Control tokens in the text are encoded as plain text."""
-        return (*self.tokenizer.encode_plain(text), self.tokenizer.eos_token_id)
+        """Control tokens in the text are encoded as plain text."""
+        return (*self.tokenizer.encode_plain(text), self._prompts.end_of_turn)

@@ -50,7 +50,7 @@ SCHEMA = pa.schema({"ids": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_())
 
 
 class SelectionInterrupted(Exception):
-    """The process was told to stop during the selection. Nothing is kept."""
+    """The process was told to stop. Nothing is kept."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,6 @@ class EnvironmentFilters:
 
     @cached_property
     def _held_out(self) -> tuple[set[bytes], list[GeneratingEnvironment]]:
-        """Digests of listed held-out tasks, and the environments that generate theirs; parts of a mix included."""
         digests, generating, waiting = set[bytes](), list[GeneratingEnvironment](), [self.environment]
         for part in waiting:  # grows in the loop
             inner = part.inner if isinstance(part, Composed) else part
@@ -220,7 +219,6 @@ class FilterReport:
         return [row for row in range(self.data.rows) if row not in self.left_out]
 
     def lines(self) -> list[str]:
-        """Rows read, rows removed by each filter with one example, rows kept."""
         counts = {"read": self.data.rows, **{f"- {name}": 0 for name in self.filters}, "kept": len(self.kept)}
         examples = dict[str, str]()
         for row, (name, reason) in sorted(self.left_out.items()):
@@ -235,7 +233,7 @@ def select(
     environment: EnvironmentFilters | None = None, judge: PartJudge | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None, interrupted: Callable[[], bool] = lambda: False,
 ) -> tuple[Corpus, FilterReport]:  # fmt: skip
-    """`judge` ranks, if `options` ask for it. If nothing is left, the error says which filters removed what."""
+    """If nothing is left, the error says which filters removed what."""
     limits = [each for each in (options.max_tokens, encoder.positions) if each is not None]
     filters, ranking = plain_filters(options, min(limits, default=math.inf)), Ranking(judge) if judge else None
     filters |= {"held out": each_by(environment.held_out)} if environment else {}

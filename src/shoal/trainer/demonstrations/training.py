@@ -1,7 +1,5 @@
 """The warm start: batches of demonstrations through the training step of RL, with checkpoints and an export.
 
-    resume ─► [ validate, if due ─► train ─► guards ─► row ─► checkpoint, if due ] ─► last check ─► checkpoint ─► export
-
 Batches, order and learning rate follow from the step number, so a resume gives the same weights, bit for bit on a CPU.
 A stop saves the current state. At the end the loss of the last batch is compared with that of the first step.
 """
@@ -32,8 +30,7 @@ VALIDATION, LAST_BATCH, METRICS = "validation_loss", "last_batch_loss", "metrics
 
 @dataclass
 class SftRun:
-    """One warm start, from its current state to its last step. `version` counts the steps done; `name` is a hash of
-    what was asked for."""
+    """`version` counts the steps done; `name` is a hash of what was asked for."""
 
     folder: Path
     out: Path
@@ -61,7 +58,7 @@ class SftRun:
         self._watch = GuardMonitor(self._settings.guards)
 
     def run(self, progressed: Callable[[int, int, str], None] = lambda _done, _steps, _note: None) -> bool:
-        """Train and export; False if it was told to stop before. `progressed` is called after every step."""
+        """False if it was told to stop before. `progressed` is called after every step."""
         self._resume()
         progressed(self.version, self.steps, "")
         try:
@@ -120,7 +117,6 @@ class SftRun:
         return {**metrics, "sequences": float(len(samples))}
 
     def _check_last_version(self) -> dict[str, float]:
-        """Judge the last version on its own batch, with a forward pass only, before it is saved."""
         step, loss = self.steps - 1, self._loss(self.batches[-1])
         first = next((row["loss"] for row in self._watch.rows if "loss" in row), loss)
         weights = check_policy(self.learner, StepWork(step))
