@@ -52,7 +52,7 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     check_policy: bool = False
 
 
-class Wait(msgspec.Struct, frozen=True, tag=True):
+class StillWaiting(msgspec.Struct, frozen=True, tag=True):
     """Rank 0 has no batch yet, and groups come in."""
 
 
@@ -64,7 +64,7 @@ class Restore(msgspec.Struct, frozen=True, tag=True):
     folder: str
 
 
-def _send(ranks: Ranks, command: Begin | Train | Wait | Copy | Restore) -> None:
+def _send(ranks: Ranks, command: Begin | Train | StillWaiting | Copy | Restore) -> None:
     if ranks.world > 1:
         ranks.send(msgspec.msgpack.encode(command))
 
@@ -80,7 +80,7 @@ class Actions:
         return train_step(learner, work, *arguments)
 
     def wait(self, learner: Learner) -> None:
-        _send(learner.ranks, Wait())
+        _send(learner.ranks, StillWaiting())
 
     def check_policy(self, learner: Learner, work: StepWork, *arguments: Any) -> dict[str, float]:
         _send(learner.ranks, Train(work, check_policy=True))
@@ -121,8 +121,8 @@ def follow_rank_0(ranks: RankGroup, stop: StopToken) -> None:
     with within_memory(settings, begin.files, ranks.world):
         learner = _learner(None, settings, begin.files, ranks)
         while (message := ranks.receive(stop, WAITS * settle(settings).batch_deadline_s)) is not None:
-            match msgspec.msgpack.decode(message, type=Train | Wait | Copy | Restore):
-                case Wait():
+            match msgspec.msgpack.decode(message, type=Train | StillWaiting | Copy | Restore):
+                case StillWaiting():
                     continue
                 case Train(work=work, check_policy=is_check):
                     (check_policy if is_check else train_step)(learner, work, stop.is_set)
