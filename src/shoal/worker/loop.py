@@ -247,7 +247,9 @@ class Worker:
 
     def _hear(self, reply: HeartbeatReply) -> None:
         """Runs in the heartbeat's thread."""
-        self._earnings.hear(reply, int(self.activity.heartbeat().counters.get("tokens", 0)))
+        now = self.activity.heartbeat()
+        doing = now.doing or (f"waits for {now.waiting_for}" if now.waiting_for else "")
+        self._earnings.hear(reply, int(now.counters.get("tokens", 0)), doing)
         self._hear_of_policy(reply)
         published, newest = self._published, self._newest
         if published is not None and (newest is None or newest.place < published.place) and self._questions > 0:
