@@ -265,7 +265,7 @@ class Worker:
         if at_work is not None and self._is_too_old(at_work, policy):
             self._published, self._questions = policy, QUESTIONS
             self._heartbeat.soon()
-        while self.activity.paused and not self._stop.wait(PAUSE_S):
+        while self._why_not() and not self._stop.wait(PAUSE_S):
             pass  # the version is fetched when the worker resumes
 
     def _hear_of_policy(self, reply: HeartbeatReply | LeaseReply) -> None:
