@@ -4,7 +4,7 @@ before the next regular heartbeat, the next token of each row is the last, and t
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,8 @@ from kit import Patch, eventually
 from kit.hub import submission_body, verdict_on
 from shoal import protocol
 from shoal.client import Intervals
-from shoal.engines.registry import ENGINES
+from shoal.engines import Engine
+from shoal.engines.registry import ENGINES, TorchEntry
 from shoal.engines.torch import TorchEngine
 from shoal.hub import HubConfig, RunSettings
 from shoal.models.load import load_model, model_from_files
@@ -75,10 +76,15 @@ class LongRun(Run):
         assert self.trainer.batch(step, wait_s=5.0).batch is not None
 
 
+class SpiedEntry(TorchEntry):
+    def make(self, files: Mapping[str, bytes], _device: str, _dtype: str) -> Engine:
+        return Spied(files)
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: Patch) -> Iterator[LongRun]:
     DRAWN.clear()
-    monkeypatch.setitem(ENGINES, "torch", replace(ENGINES["torch"], make=lambda files, *_: Spied(files)))
+    monkeypatch.setitem(ENGINES, "torch", SpiedEntry("torch", ENGINES["torch"].dtypes))
     sizes = {"steps": 4, "groups_per_step": 1, "group_size": ROWS, "max_new_tokens": LONG, "max_staleness": 1}
     run = LongRun(tmp_path, RunSettings(name="long", **sizes), lease_s=600)
     yield run

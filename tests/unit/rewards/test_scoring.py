@@ -407,11 +407,11 @@ class Strict:
 
 def test_job_answers_are_score_failure_or_memory_after_the_allowed_time() -> None:
     source, sink = os.pipe()
-    answers = [_answer(Strict(), "t", said, 10.0, sink) for said in ("x", "elephant", "zero")]
+    answers = [_answer(Strict(), ("t", said, None), 10.0, sink) for said in (b"x", b"elephant", b"zero")]
     assert answers[:2] == [JobAnswer(1.0, {"whole": 1.0}, b"fine"), JobAnswer(needs_memory=True)]
     assert answers[2].failure == "scoring raised ZeroDivisionError: division by zero"
-    assert "does not know the task" in (_answer(Strict(), "unknown", "x", 10.0, sink).failure or "")
-    assert _answer(Strict(), "long", "x", 10.0, sink).value == 1.0
+    assert "does not know the task" in (_answer(Strict(), ("unknown", b"x", None), 10.0, sink).failure or "")
+    assert _answer(Strict(), ("long", b"x", None), 10.0, sink).value == 1.0
     channel = Channel(source, sink, StopToken())
     said = channel.receive(5)
     assert isinstance(said, Allows)
@@ -472,7 +472,7 @@ def test_time_in_which_the_process_was_stopped_is_not_waited(pipes: tuple[int, i
     assert Channel(source, sink, StopToken(), Stopped(theirs)).receive(2.0) == JobAnswer(1.0)
     with pytest.raises(TimeoutError):  # every look counts something: it comes to an end
         Channel(source, sink, StopToken(), Stopped(sink)).receive(0.5)
-    os.write(theirs, frame_of(Jobs([("t", b"x")])) + b"\0\0")  # the child's end reads whole messages or none
+    os.write(theirs, frame_of(Jobs([("t", b"x", None)])) + b"\0\0")  # the child's end reads whole messages or none
     os.close(theirs)
-    assert read_message(source) == Jobs([("t", b"x")])
+    assert read_message(source) == Jobs([("t", b"x", None)])
     assert read_message(source) is None
