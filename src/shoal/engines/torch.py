@@ -175,6 +175,11 @@ class TorchEngine(DrawingEngine):
             if training:  # each call walks over all modules
                 self._model.train()
 
+    def release(self) -> None:
+        """Give back the memory of pages and captured steps, which training on the same GPU needs."""
+        if self._pages is not None:
+            self._pages.release()
+
     def rows_at_once(self, tokens_each: int) -> int:
         self._measure_cache()
         self._measure_room()
