@@ -122,10 +122,12 @@ def _warn(line: str) -> None:
 def _solo(folder: RunFolder) -> int:
     from shoal.run.launch import METRICS, NOTHING_TRAINED, Launched, conclusion, kept_line, steps_in
     from shoal.run.solo import run_solo
+    from shoal.runtime import logs
     from shoal.runtime.supervise import Ending
 
     before, began_s, stop = steps_in(folder.path / METRICS), time.monotonic(), stop_on_signals()
     echo(f"solo run {folder.run_id} in {folder.path}, log in {folder.path / 'logs' / 'solo.log'}")
+    logs.setup("solo", folder.path / "logs" / "solo.log", stderr=False)
     run_solo(folder, stop, echo)
     code = STOPPED_CODE if stop.is_set() else 0
     lines = conclusion(folder.path, Launched(Ending(code, ""), None, time.monotonic() - began_s), before)

@@ -51,7 +51,7 @@ from shoal.run.estimate import announced_size
 from shoal.run.folder import SOLO, RunFolder
 from shoal.run.progress import reward_of
 from shoal.run.recipe import Recipe, ValidatorSection, WorkerSection
-from shoal.runtime import FolderLock, StopToken, SystemClock, ensure_folder, logs, resource_error, write_atomically
+from shoal.runtime import FolderLock, StopToken, SystemClock, ensure_folder, resource_error, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.shardcast.content import Content, chunk_of
 from shoal.shardcast.manifest import chunk_size_for
@@ -267,9 +267,8 @@ class SoloHub:
         if unscored and not chosen + dropped:
             raise ScoringFailure(f"no group of step {step} could be scored: {unscored[0].found}")
         if len(chosen) < rules.groups_per_step:
-            log.warning(
-                "step %d has %d of %d groups: the others taught nothing", step, len(chosen), rules.groups_per_step
-            )
+            lost = f"{len(dropped)} had equal rewards, {len(unscored)} are unscored"
+            log.warning("step %d has %d of %d groups: %s", step, len(chosen), rules.groups_per_step, lost)
         rows = [(group, "accepted") for group in chosen] + [(group, "dropped") for group in dropped]
         self._record(
             step, sorted([*rows, *((group, "unsure") for group in unscored)], key=lambda row: row[0].lease.unit)
@@ -427,7 +426,6 @@ def run_solo(folder: RunFolder, stop: StopToken, say: Say) -> None:
             stack.enter_context(FolderLock(place).acquire(stop, LOCK_WAIT_S))
         ensure_folder(folder.path / "hub", private=True)
         ensure_folder(folder.path / SOLO)
-        logs.setup("solo", folder.path / "logs" / "solo.log", stderr=False)
         environment = build(recipe.environment)
         require_scoring(environment)
         scorer = stack.enter_context(closing(ScoringPool(recipe.environment, environment, stop)))
