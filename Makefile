@@ -32,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-vllm lint format docs bench clean
+.PHONY: help install demo test test-all test-browser test-vllm lint format docs bench clean
 
 help: ## this list
 	@echo "make targets (each installs into $(VENV) on first use):"
@@ -65,10 +65,13 @@ demo: $(STAMP) ## watch a tiny model learn on real processes, and a cheating wor
 	$(BIN)/shoal demo $(ARGS)
 
 test: $(STAMP) ## the tests, without the slow ones
-	$(BIN)/pytest $(SPREAD) -m "not slow and not gpu and not vllm"
+	$(BIN)/pytest $(SPREAD) -m "not slow and not gpu and not vllm and not browser"
 
 test-all: $(STAMP) ## all tests, slow ones included, with more examples of every property
 	$(BIN)/pytest $(SPREAD) --hypothesis-profile=thorough
+
+test-browser: $(STAMP) ## the pages about a run in Chromium (Debian: apt install chromium); skipped without it
+	$(BIN)/pytest -m browser tests/browser
 
 test-vllm: ## the vLLM engine's tests, in .venv-vllm (3.4 GB): contract, cheats, whole runs; skipped if it cannot be installed
 	@$(MAKE) --no-print-directory $(VLLM_STAMP) && $(VLLM_PYTHON) -m pytest -m vllm tests/contract/test_engines.py \

@@ -39,7 +39,7 @@ def measured(options: argparse.Namespace, name: str) -> Iterator[tuple[str, str,
         prompts = prompts_of(loaded.files, build(EnvironmentSettings(name="sort")), options.tokens)
     plan = Plan(
         prompts,
-        loaded.eos_token_id,
+        loaded.eos_token_ids,
         sequences=options.sequences,
         tokens=options.tokens,
         temperature=options.temperature,

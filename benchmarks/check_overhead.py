@@ -206,7 +206,9 @@ def make_model(options: argparse.Namespace) -> tuple[dict[str, bytes], torch.nn.
 
 def make_leases(options: argparse.Namespace, engine: TorchEngine) -> Iterator[Lease]:
     """Completions run to their full length: the end token is one that is never drawn."""
-    sampling = SamplingParameters(temperature=1.0, max_new_tokens=options.tokens, eos_token_id=engine.vocabulary_size)
+    sampling = SamplingParameters(
+        temperature=1.0, max_new_tokens=options.tokens, eos_token_ids=(engine.vocabulary_size,)
+    )
     rng = np.random.default_rng(0)
     for unit in range(options.groups):
         yield Lease(

@@ -110,7 +110,7 @@ class Training:
     def _groups(self, tasks: list[Task], step: int) -> list[TrainingGroup]:
         tokenizer = self._loaded.tokenizer
         sampling = SamplingParameters(
-            temperature=1.0, max_new_tokens=self._options.tokens, eos_token_id=self._loaded.eos_token_id
+            temperature=1.0, max_new_tokens=self._options.tokens, eos_token_ids=self._loaded.eos_token_ids
         )
         requests = [
             GenerationRequest(tokenizer.encode(EXAMPLES + task.prompt), self._seeds(step, index), sampling)

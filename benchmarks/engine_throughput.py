@@ -54,7 +54,7 @@ def main() -> None:
 
 def make_requests(loaded: LoadedModel, options: argparse.Namespace) -> list[GenerationRequest]:
     never_drawn = loaded.model.config.vocab_size
-    sampling = SamplingParameters(temperature=1.0, max_new_tokens=options.tokens, eos_token_id=never_drawn)
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=options.tokens, eos_token_ids=(never_drawn,))
     rng = np.random.default_rng(0)
     low, high = 5, min(loaded.model.config.vocab_size, 15)
     return [

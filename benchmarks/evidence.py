@@ -76,7 +76,7 @@ def recorded(path: Path) -> list[Case]:
 
 
 def case_of(number: int, replay: Replay, claimed_T: Array, lengths: Array) -> Case:
-    sampling = SamplingParameters(temperature=1.0, max_new_tokens=8192, eos_token_id=0)
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=8192, eos_token_ids=(0,))
     lease = LeaseTemplate("recorded", 1, sampling, ProofParameters(), "torch/cuda/bfloat16").lease(number, (1,))
     rollouts = [
         Rollout(tokens=bytes(4 * len(part)), logprobs=pack_logprobs(part), finish="length")

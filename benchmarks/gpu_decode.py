@@ -91,7 +91,7 @@ def requests(rows: int, prompt: int, limits: list[int], never: int) -> list[Gene
         GenerationRequest(
             tuple(rng.integers(0, never, prompt).tolist()),
             tuple(range(start, min(start + GROUP, rows))),
-            SamplingParameters(temperature=1.0, max_new_tokens=limits[start], eos_token_id=never),
+            SamplingParameters(temperature=1.0, max_new_tokens=limits[start], eos_token_ids=(never,)),
         )
         for start in range(0, rows, GROUP)
     ]

@@ -109,7 +109,7 @@ class Bench:
         copy = self.engine.copied(loaded.files, worker.kind.rpartition("/")[2])
         second = worker.kind.partition("/")[2]
         prompts = [tuple(loaded.tokenizer.encode(text)) for text in texts]
-        plan = Plan(prompts, loaded.eos_token_id, tokens=min(Plan.tokens, tokens))
+        plan = Plan(prompts, loaded.eos_token_ids, tokens=min(Plan.tokens, tokens))
         found = measure(copy, {second: copy, str(self.machine): self.engine}, plan)
         self.measured = {"seconds": found.seconds, "problems": found.problems, "choices": dict(found.choices)}
         print(f"{self.machine}: limits measured in {found.seconds} s; {found.problems or 'accepted'}", flush=True)
@@ -197,8 +197,8 @@ def main() -> None:
     worker.load_policy(None, policy_views(loaded.model))
     others = {options.dtype: worker}  # second looks, by number format
     benches = [Bench(Machine.parse(each), loaded, worker, others, options) for each in options.against]
-    eos = worker.vocabulary_size - 1 if options.endless else loaded.eos_token_id
-    sampling = SamplingParameters(temperature=options.temperature, max_new_tokens=options.tokens, eos_token_id=eos)
+    eos = (worker.vocabulary_size - 1,) if options.endless else loaded.eos_token_ids
+    sampling = SamplingParameters(temperature=options.temperature, max_new_tokens=options.tokens, eos_token_ids=eos)
     environment = benches[0].judge.environment
     terms = LeaseTemplate(
         f"honest/{options.seed}", options.group_size, sampling, ProofParameters(), worker.kind, environment.digest

@@ -92,11 +92,11 @@ def run(options: argparse.Namespace, folder: Path) -> None:
     loaded = log.timed("trainer: load", lambda: starting_model(str(folder / "model"), settings))
     learner = log.timed("trainer: adapters", lambda: new_learner(loaded.model, settings))
     log.note("trainer: adapters", trained=sum(each.numel() for each in learner.trained().values()))
-    files, eos = dict(loaded.files), SHAPES[options.shape][0] - 1  # no completion ends early
+    files, eos = dict(loaded.files), (SHAPES[options.shape][0] - 1,)  # no completion ends early
     with published(folder, settings, log, files) as (publish, shelf):
         first = publish(0, learner)
         worker = log.timed("worker: fetch and load", lambda: shelf.get(first.policy, WAIT_S)).engine
-        sampling = SamplingParameters(temperature=1.0, max_new_tokens=options.tokens, eos_token_id=eos)
+        sampling = SamplingParameters(temperature=1.0, max_new_tokens=options.tokens, eos_token_ids=eos)
         environment = build_environment(EnvironmentSettings(name="sort"))
         terms = LeaseTemplate("large", options.group_size, sampling, ProofParameters(), worker.kind, environment.digest)
         task = environment.tasks("train")[0]

@@ -165,7 +165,7 @@ class World:
             settings=HubSettings(newcomer_share=self.scenario.share),
             environment=Numbers(),
             encode=lambda task: list(task.prompt.encode()),
-            eos_token_id=0,
+            eos_token_ids=(0,),
             key=SigningKey.from_seed(b"hub".ljust(32)),
             root_key=self.keys["root"].public_key,
         )

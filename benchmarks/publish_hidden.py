@@ -85,7 +85,7 @@ class PlentyHub:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def run_info(self) -> RunInfo:
-        sampling = SamplingParameters(temperature=1.0, max_new_tokens=1 << 16, eos_token_id=1)
+        sampling = SamplingParameters(temperature=1.0, max_new_tokens=1 << 16, eos_token_ids=(1,))
         return RunInfo(
             run=RUN, name="bench", root_key=KEY.public_key, certificates=(), sources=(), environment="bench",
             environment_digest="", sampling=sampling, group_size=GROUP,

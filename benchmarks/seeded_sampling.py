@@ -315,14 +315,15 @@ def measure(options: argparse.Namespace, loaded: Any, name: str, prover: Prover)
     hidden = prefill(model, drawn)
     columns = compare_inverse(model, drawn, hidden, head, prover) | compare_gumbel(model, drawn, hidden)
     columns["tokens"] = drawn.tokens[:rows].cpu().numpy()
-    columns["live"] = _before_end(columns["tokens"], loaded.eos_token_id)
-    columns["live_gumbel"] = _before_end(drawn.tokens[rows:].cpu().numpy(), loaded.eos_token_id)
+    columns["live"] = _before_end(columns["tokens"], loaded.eos_token_ids)
+    columns["live_gumbel"] = _before_end(drawn.tokens[rows:].cpu().numpy(), loaded.eos_token_ids)
     np.savez_compressed(options.folder / f"{_key(options, name)}.npz", **columns)
     print(f"{name}: {columns['live'].sum()} tokens, {drawn.seconds:.0f} s of decoding", flush=True)
 
 
-def _before_end(tokens_RT: Array, eos: int) -> Array:
-    ended = np.cumsum(tokens_RT == eos, axis=1) - (tokens_RT == eos)
+def _before_end(tokens_RT: Array, eos: tuple[int, ...]) -> Array:
+    is_end_RT = np.isin(tokens_RT, eos)
+    ended = np.cumsum(is_end_RT, axis=1) - is_end_RT
     return ended == 0
 
 

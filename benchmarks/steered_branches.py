@@ -89,14 +89,14 @@ class Bench:
         return float(self.tasks(self.decode(token_ids)) > self.threshold)
 
     def value_of(self, _prompt: tuple[int, ...]) -> Callable[[Completion], float]:
-        eos = self.terms.sampling.eos_token_id
-        return lambda each: self.reward([token for token in each.token_ids.tolist() if token != eos])
+        eos = self.terms.sampling.eos_token_ids
+        return lambda each: self.reward([token for token in each.token_ids.tolist() if token not in eos])
 
     def score(self, groups: Sequence[Group]) -> list[Scored | ScoringFailure]:
         return [Scored(tuple(map(self._rewarded, group.rollouts))) for group in groups]
 
     def _rewarded(self, rollout: object) -> RolloutReward:
-        return RolloutReward(value=self.reward(completion_ids(rollout, self.terms.sampling.eos_token_id)))
+        return RolloutReward(value=self.reward(completion_ids(rollout, self.terms.sampling.eos_token_ids)))
 
     def cases(self, engine: Engine, count: int) -> list[Case]:
         """What a worker with this engine hands in, as the validator's engine sees it."""
@@ -131,7 +131,7 @@ def looked(bench: Bench, cases: Sequence[Case], seed: int) -> list[Branches]:
 
 def every_branch(bench: Bench, cases: Sequence[Case]) -> dict[str, list[float]]:
     """The seed's branch at every token that passes only by tolerance: where, how long, and what both are worth."""
-    most, eos = bench.terms.sampling.max_new_tokens, bench.terms.sampling.eos_token_id
+    most, eos = bench.terms.sampling.max_new_tokens, bench.terms.sampling.eos_token_ids
     looks = [
         (number, Branch(case, rollout, int(token), most - int(token)))
         for number, case in enumerate(cases)
@@ -147,7 +147,7 @@ def every_branch(bench: Bench, cases: Sequence[Case]) -> dict[str, list[float]]:
             other = np.concatenate([kept[: look.token], group[0].token_ids])
             columns = {"group": number, "rollout": look.rollout, "token": look.token}
             for name, ids in (("submitted", kept), ("branch", other)):
-                text = bench.decode([token for token in ids.tolist() if token != eos])
+                text = bench.decode([token for token in ids.tolist() if token not in eos])
                 columns |= {f"{name}_length": len(ids)}
                 columns |= {f"{name}_{which}": value(text) for which, value in PROPERTIES.items()}
             for name, value in columns.items():
@@ -238,7 +238,7 @@ def main() -> None:
     bench = bench_of(options)
     print(f"{Path(options.model).name}, worker {bench.worker.kind}, validator {options.against}, {options.property}")
     honest = bench.cases(bench.worker, options.groups)
-    eos = bench.terms.sampling.eos_token_id
+    eos = bench.terms.sampling.eos_token_ids
     texts = [bench.decode(completion_ids(rollout, eos)) for case in honest for rollout in case.rollouts]
     bench.threshold = float(np.median([bench.tasks(text) for text in texts]))
     profile = limits_from(Bands.of(honest), bench.worker.kind)
@@ -272,7 +272,7 @@ def bench_of(options: argparse.Namespace) -> Bench:
     for engine in engines:
         engine.load_policy(None, policy_views(loaded.model))
     sampling = SamplingParameters(
-        temperature=options.temperature, max_new_tokens=options.tokens, eos_token_id=loaded.eos_token_id
+        temperature=options.temperature, max_new_tokens=options.tokens, eos_token_ids=loaded.eos_token_ids
     )
     terms = LeaseTemplate(f"branches/{options.seed}", options.group_size, sampling, ProofParameters(), engines[0].kind)
     encode, texts = loaded.tokenizer.encode, OPENINGS

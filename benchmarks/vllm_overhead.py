@@ -84,7 +84,7 @@ def main() -> None:
 def asked(engine: VllmEngine, options: argparse.Namespace) -> list[GenerationRequest]:
     random = np.random.default_rng(0)
     sampling = SamplingParameters.model_construct(  # nothing ends a completion early
-        temperature=1.0, max_new_tokens=options.tokens, eos_token_id=-1
+        temperature=1.0, max_new_tokens=options.tokens, eos_token_ids=()
     )
     return [
         GenerationRequest(

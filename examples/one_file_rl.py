@@ -98,7 +98,7 @@ def sample_batch(
 
 def generate(behaviour: LoadedModel, tasks: list[Task], first_seed: int) -> list[list[Completion]]:
     """Sixteen seeded samples for every task."""
-    sampling = SamplingParameters(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=behaviour.eos_token_id)
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_ids=behaviour.eos_token_ids)
     requests = [
         GenerationRequest(
             behaviour.tokenizer.encode(task.prompt),
@@ -152,7 +152,7 @@ def evaluate(policy: LoadedModel, environment: Environment) -> float:
     """Mean score of greedy answers to tasks that are never trained on."""
     tasks = environment.tasks("held_out")
     prompts = [policy.tokenizer.encode(task.prompt) for task in tasks]
-    answers = TorchEngine.wrap(policy.model).greedy(prompts, MAX_NEW_TOKENS, policy.eos_token_id)
+    answers = TorchEngine.wrap(policy.model).greedy(prompts, MAX_NEW_TOKENS, policy.eos_token_ids)
     scores = [
         environment.score(task, policy.tokenizer.decode(answer)).value
         for task, answer in zip(tasks, answers, strict=True)

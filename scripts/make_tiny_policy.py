@@ -100,7 +100,7 @@ def scores(model: Any, tokenizer: TextTokenizer, environment: Environment) -> di
     tasks = environment.tasks("held_out")
     prompts = [tokenizer.encode(task.prompt) for task in tasks]
     engine = TorchEngine.wrap(model)
-    sampling = SamplingParameters(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=EOS)
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_ids=(EOS,))
     requests = [GenerationRequest(prompt, (seed,), sampling) for seed, prompt in enumerate(prompts)]
     sampled = [group[0].token_ids for group in engine.generate(requests)]
 

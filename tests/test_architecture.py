@@ -456,12 +456,12 @@ def test_workflows_and_hooks_are_yaml_that_names_what_is_there() -> None:
 
 # These only go down. A commit that raises one says why.
 RATCHETS = {
-    "lines": 57_500,  # room for stop strings, models by id and trusted workers while others shrink
-    "statements": 41_000,  # the same
-    "files": 326,
+    "lines": 60_500,  # room for stop strings, models by id and trusted workers while others shrink
+    "statements": 43_500,  # the same
+    "files": 345,
     "files in the fullest folder": 18,  # shoal rollouts has a file of its own
     "names of classes used twice": 0,
-    "test lines": 54_500,  # the same
+    "test lines": 57_000,  # the same
 }
 
 

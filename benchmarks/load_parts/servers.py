@@ -52,7 +52,7 @@ def hub_config(folder: Path, database: str) -> HubConfig:
         settings=HubSettings(port=0, database=database, requests_per_address_s=0),
         environment=NumberedTasks(),
         encode=lambda task: list(task.prompt.encode()),
-        eos_token_id=0,
+        eos_token_ids=(0,),
         key=key_of("hub"),
         root_key=key_of("root").public_key,
     )

@@ -90,7 +90,7 @@ class ExactRun:
         self._environment = build(environment)
         self._tasks = self._environment.tasks("train")
         self._sampling = SamplingParameters(
-            temperature=1.0, max_new_tokens=self._run["max_new_tokens"], eos_token_id=loaded.eos_token_id
+            temperature=1.0, max_new_tokens=self._run["max_new_tokens"], eos_token_ids=loaded.eos_token_ids
         )
         self._learner = new_learner(loaded.model, trainer)
         self._engine = TorchEngine(loaded.files)

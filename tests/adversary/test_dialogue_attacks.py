@@ -57,7 +57,7 @@ def lease(unit: int = 0, seeds: int = 12, tool: bool = True, limit: int = LIMIT,
     return protocol.Lease(
         run="demo", lease=f"lease-{unit}", node="n" * 32, unit=unit, attempt=0, policy=REF, task=task.id,
         prompt_ids=tiny().tokenizer.encode(task.prompt), seeds=tuple(f"{100 * unit + i:016x}" for i in range(seeds)),
-        sampling=protocol.SamplingParameters(temperature=1.0, max_new_tokens=limit, eos_token_id=EOS),
+        sampling=protocol.SamplingParameters(temperature=1.0, max_new_tokens=limit, eos_token_ids=(EOS,)),
         environment_digest=ENVIRONMENT.digest, issued_at_ms=0, deadline_ms=1, dialogue=terms if tool else None,
     )  # fmt: skip
 

@@ -47,7 +47,7 @@ class Formats(Harness):
         if worker != "float32":
             self.loaded = load_model("tiny", worker)
         if long:
-            self.sampling = self.sampling.model_copy(update={"eos_token_id": NEVER})
+            self.sampling = self.sampling.model_copy(update={"eos_token_ids": (NEVER,)})
             config = self.loaded.model.config  # more positions than it was trained for
             config.max_position_embeddings = 2 * self.sampling.max_new_tokens
             config_json = {"config.json": config.to_json_string(use_diff=False).encode()}
@@ -69,7 +69,7 @@ class Formats(Harness):
         sampling = self.sampling
         prompts = [self.lease(unit).prompt_ids for unit in range(64)]
         plan = Plan(
-            prompts, sampling.eos_token_id, tokens=sampling.max_new_tokens, temperature=sampling.temperature,
+            prompts, sampling.eos_token_ids, tokens=sampling.max_new_tokens, temperature=sampling.temperature,
             group_size=self.group_size, sequences=max(64, 4 * self.group_size),
         )  # fmt: skip
         return measure(self._copied(self.worker), {f"cpu/{d}": each for d, each in self.engines.items()}, plan)
@@ -110,19 +110,19 @@ def rewritten(engine: Engine, change: Callable[[Any, GenerationRequest], Any], m
 def finished(completion: Completion, tokens: Any, request: GenerationRequest) -> Completion:
     """The same with other tokens, which say how they ended."""
     sampling, ids = request.sampling, np.asarray(tokens, dtype=np.int32)[: request.sampling.max_new_tokens]
-    finish = "eos" if ids[-1] == sampling.eos_token_id else "length"
+    finish = "eos" if ids[-1] in sampling.eos_token_ids else "length"
     return replace(completion, token_ids=ids, logprobs=np.zeros(len(ids), np.float32), finish=finish)
 
 
 def repeated_ends(tokens: Any, request: GenerationRequest) -> Any:
     """The end-of-sequence token again and again, up to the length limit."""
     sampling = request.sampling
-    return [*tokens, *[sampling.eos_token_id] * (sampling.max_new_tokens - len(tokens))]
+    return [*tokens, *sampling.eos_token_ids[:1] * (sampling.max_new_tokens - len(tokens))]
 
 
 def early_end(tokens: Any, request: GenerationRequest) -> Any:
     """Ended after half of its tokens."""
-    return [*tokens[: len(tokens) // 2], request.sampling.eos_token_id] if len(tokens) > 2 else None
+    return [*tokens[: len(tokens) // 2], request.sampling.eos_token_ids[0]] if len(tokens) > 2 else None
 
 
 def no_end(engine: Engine, filler: int) -> Callable[[Any, GenerationRequest], Any]:
@@ -130,13 +130,13 @@ def no_end(engine: Engine, filler: int) -> Callable[[Any, GenerationRequest], An
 
     def change(tokens: Any, request: GenerationRequest) -> Any:
         sampling = request.sampling
-        if tokens[-1] != sampling.eos_token_id:
+        if tokens[-1] not in sampling.eos_token_ids:
             return None
         begun = (*tokens[:-1].tolist(), filler)
-        free = sampling.model_copy(update={"eos_token_id": NEVER, "max_new_tokens": sampling.max_new_tokens})
+        free = sampling.model_copy(update={"eos_token_ids": (NEVER,), "max_new_tokens": sampling.max_new_tokens})
         asked = replace(request, prompt_ids=(*request.prompt_ids, *begun), seeds=request.seeds[:1], sampling=free)
         more = engine.generate([replace(asked, begun=len(begun))])[0][0].token_ids
-        return [*begun, *np.where(more == sampling.eos_token_id, filler, more)]
+        return [*begun, *np.where(np.isin(more, sampling.eos_token_ids), filler, more)]
 
     return change
 
@@ -273,13 +273,13 @@ class Speculative(EarlyExit):
 
 
 def _until_end(tokens: list[int], request: GenerationRequest) -> list[int]:
-    end = request.sampling.eos_token_id
-    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
+    ends = [place for place, token in enumerate(tokens) if token in request.sampling.eos_token_ids]
+    return tokens[: ends[0] + 1] if ends else tokens
 
 
 def _ended(request: GenerationRequest, _seed: int, tokens: list[int]) -> bool:
     sampling = request.sampling
-    return bool(tokens) and (tokens[-1] == sampling.eos_token_id or len(tokens) >= sampling.max_new_tokens)
+    return bool(tokens) and (tokens[-1] in sampling.eos_token_ids or len(tokens) >= sampling.max_new_tokens)
 
 
 def _completion(request: GenerationRequest, tokens: list[int]) -> Completion:

@@ -205,7 +205,7 @@ def hungry_engine(**config: object) -> TorchEngine:
 
 
 def drawn(engine: TorchEngine, prompt: int, seeds: int) -> list[list[Completion]]:
-    sampling = SamplingParameters(temperature=1.0, max_new_tokens=3, eos_token_id=31)
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=3, eos_token_ids=(31,))
     return engine.generate([GenerationRequest((3,) * prompt, tuple(range(seeds)), sampling)])
 
 

@@ -76,7 +76,7 @@ def ready(engine: ScriptedEngine) -> ScriptedEngine:
 
 
 def leases(first: int, count: int) -> list[protocol.Lease]:
-    sampling = protocol.SamplingParameters(temperature=1.0, max_new_tokens=TOKENS, eos_token_id=EOS)
+    sampling = protocol.SamplingParameters(temperature=1.0, max_new_tokens=TOKENS, eos_token_ids=(EOS,))
     terms = LeaseTemplate("steered", GROUP, sampling, protocol.ProofParameters(), KIND, Half.digest)
     return [terms.lease(n, (10 + n % 80, 20 + n // 80, 30), f"t/{n}") for n in range(first, first + count)]
 

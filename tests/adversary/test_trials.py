@@ -18,7 +18,7 @@ from shoal.adversary.steering import steer
 from shoal.adversary.tokens import TRIES, Sleeper
 from shoal.engines import Engine, GenerationRequest
 from shoal.engines.protocol import Groups
-from shoal.protocol import Lease, Outcome, PolicyManifest, PolicyRef, ProofParameters, Submission
+from shoal.protocol import Lease, Outcome, PolicyManifest, PolicyRef, ProofParameters, Severity, Submission
 from shoal.shardcast import Payload
 
 FLOAT32, BFLOAT16 = "torch/cpu/float32", "torch/cpu/bfloat16"
@@ -41,6 +41,20 @@ def test_claim_of_the_widest_profile_is_caught_by_sums() -> None:
     trial = Harness(profile=BFLOAT16).tried(find_cheat("loose"), range(40), stop_when_banned=True)
     assert trial.until_banned() is not None
     assert {each.verdict.reason for each in trial.rejected} <= CHEATS["loose"].reasons
+
+
+@pytest.mark.parametrize(("cheat", "reason"), [
+    ("cut-short", "termination.early"), ("pad", "termination.past_eos"), ("run-on", "termination.past_eos"),
+    ("early-end", "sampling.seed"),
+])  # fmt: skip
+def test_ending_before_a_stop_string_or_running_past_it_is_caught_for_certain(cheat: str, reason: str) -> None:
+    """Digits that most answers have; honest groups end there and are accepted."""
+    harness = Harness(group_size=8, max_new_tokens=24, temperature=3.0, stop=("3", "47", "8<"))
+    honest, caught = harness.tried(Cheat(), range(3)), harness.tried(find_cheat(cheat), range(3))
+    ended = [rollout for each in honest.judged for rollout in each.submission.rollouts if rollout.finish == "eos"]
+    assert any(rollout.token_ids[-1] not in harness.sampling.eos_token_ids for rollout in ended)
+    assert not honest.rejected
+    assert {(each.verdict.reason, each.verdict.severity) for each in caught.judged} == {(reason, Severity.CERTAIN)}
 
 
 @pytest.mark.slow

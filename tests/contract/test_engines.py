@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from kit.engines import ENGINE_NAMES, assert_same, begins, exactly, holds
 from shoal.engines import ENGINES, build, kind_of
 from shoal.engines.cpu.decoder import CpuDecoder
-from shoal.engines.dialogue import Characters, Dialogue
+from shoal.engines.dialogue import Dialogue, greedy_lines
 from shoal.engines.guesses import Guessed
 from shoal.engines.protocol import Chunks, Completion, Engine, GenerationRequest, Prefill, PrefillRequest
 from shoal.engines.torch import TorchEngine
 from shoal.errors import ConfigError, PolicyMismatch
 from shoal.models import TensorView
+from shoal.models.ending import Characters, EndRule, decoding
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import DialogueTerms, PolicyRef, ProofParameters, SamplingParameters, drawn_mask, pack_spans
@@ -26,7 +27,7 @@ from shoal.sampling import check_seeded, uniforms
 from shoal.toploc import check_proofs, chunk_rows, compare, split_proofs
 
 EOS = 1
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=10, eos_token_id=EOS)
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=10, eos_token_ids=(EOS,))
 REF = PolicyRef(incarnation=0, version=3, digest="ab" * 32)
 OTHER = PolicyRef(incarnation=0, version=4, digest="cd" * 32)
 PROOF = ProofParameters()
@@ -94,7 +95,7 @@ def test_calls_without_a_policy_are_refused(name, tiny):
     for call in (
         lambda: empty.generate([request]),
         lambda: empty.prefill([PrefillRequest(request.prompt_ids, np.array([5], np.int32), 1.0)]),
-        lambda: empty.greedy([request.prompt_ids], 3, 1),
+        lambda: empty.greedy([request.prompt_ids], 3, (1,)),
     ):
         with pytest.raises(PolicyMismatch, match="no policy is loaded"):
             call()
@@ -181,6 +182,68 @@ def test_completion_ends_at_its_end_token_or_at_the_limit(engine, tiny):
     assert {completion.finish for completion in completions} == {"eos", "length"}
 
 
+def test_completion_ends_at_the_first_of_several_end_tokens(engine, tiny):
+    """As it would be cut there without them, proofs and greedy completions too."""
+    proof, free = ProofParameters(topk=16, rows=4), engine.generate([group(tiny, prompt) for prompt in PROMPTS])
+    ends = {1, *[int(each.token_ids[2]) for each in chain(*free) if len(each.token_ids) > 4][:3]}
+    asked = [group(tiny, prompt, eos_token_ids=tuple(ends)) for prompt in PROMPTS]
+    drawn, found = engine.generate(asked, proof), set[int]()
+    for request, cut, whole in ((asked[n], *pair) for n in range(4) for pair in zip(drawn[n], free[n], strict=True)):
+        at = next((n + 1 for n, token in enumerate(whole.token_ids.tolist()) if token in ends), 10)
+        assert cut.token_ids.tolist() == whole.token_ids[:at].tolist()
+        found |= {int(cut.token_ids[-1])} if cut.finish == "eos" else set()
+        assert cut.finish == ("eos" if cut.token_ids[-1] in ends else "length")
+        [prefill] = engine.prefill([prefill_request(request, cut)], proof)
+        assert holds(cut, prefill, engine.hidden_size, proof)
+    assert found <= ends
+    assert len(found) > 1
+    prompts = [request.prompt_ids for request in asked]
+    for cut, whole in zip(engine.greedy(prompts, 9, tuple(ends)), engine.greedy(prompts, 9, ()), strict=True):
+        assert cut.tolist() == whole[: next((n + 1 for n, token in enumerate(whole) if token in ends), 9)].tolist()
+
+
+def test_completion_ends_where_its_text_has_a_stop_string(engine, tiny):
+    """Strings of several tokens, in rows of a group at different times: as it would be cut there, with its proofs. The
+    end is found here by all tokens so far, read as one text."""
+    hot, proof, read = {"temperature": 3.0, "max_new_tokens": 40}, ProofParameters(topk=16, rows=4), tiny.tokenizer
+    free = engine.generate([group(tiny, prompt, **hot) for prompt in PROMPTS])
+    longest = sorted(chain(*free), key=lambda each: -len(each.token_ids))[:3]
+    places = [(each, len(each.token_ids) // (2 + n)) for n, each in enumerate(longest)]
+    stop = tuple(read.decode_many([each.token_ids[at : at + 2].tolist()])[0] for each, at in places)
+    asked = [group(tiny, prompt, stop=stop, **hot) for prompt in PROMPTS]
+    asked = [replace(request, decode=decoding(request.sampling, tiny.files)) for request in asked]
+    drawn, ends = engine.generate(asked, proof), list[int]()
+    for request, cut, whole in ((asked[n], *pair) for n in range(4) for pair in zip(drawn[n], free[n], strict=True)):
+        ids = whole.token_ids.tolist()
+        texts = read.decode_many([ids[: n + 1] for n in range(len(ids))])
+        end = next((n + 1 for n, text in enumerate(texts) if any(each in text for each in stop)), None)
+        assert cut.token_ids.tolist() == ids[:end]
+        assert cut.finish == (whole.finish if end is None else "eos")
+        np.testing.assert_allclose(cut.logprobs, whole.logprobs[:end], atol=1e-4)
+        [prefill] = engine.prefill([prefill_request(request, cut)], proof)
+        assert holds(cut, prefill, engine.hidden_size, proof)
+        ends += [] if end is None else [end]
+    assert len(set(ends)) > 1
+    begun, place = asked[0], 2
+    rest = replace(begun, prompt_ids=(*begun.prompt_ids, *free[0][0].token_ids[:place].tolist()), begun=place)
+    [[continued]] = engine.generate([replace(rest, seeds=begun.seeds[:1])])
+    if len(drawn[0][0].token_ids) > place:
+        assert continued.token_ids.tolist() == drawn[0][0].token_ids[place:].tolist()
+    with pytest.raises(ValueError, match="no tokenizer to find them"):
+        engine.generate([replace(begun, decode=None)])
+
+
+def test_greedy_completions_end_at_stop_strings(engine, tiny):
+    sampling, prompts = SAMPLING.model_copy(update={"max_new_tokens": 80}), [tiny.tokenizer.encode(p) for p in PROMPTS]
+    free = greedy_lines(engine, prompts, [None] * 4, sampling)
+    stop = tuple(tiny.tokenizer.decode_many([line.tokens[-3:-1] for line in free if len(line.tokens) > 3]))
+    stopped = sampling.model_copy(update={"stop": stop[:2]})
+    cut = greedy_lines(engine, prompts, [None] * 4, stopped, decode := decoding(stopped, tiny.files))
+    ending = EndRule.of(stopped, decode)
+    assert [line.tokens for line in cut] == [line.tokens[: ending.first(line.tokens)] for line in free]
+    assert [line.tokens for line in cut] != [line.tokens for line in free]
+
+
 def test_each_token_is_drawn_by_its_uniform(engine, tiny):
     request = group(tiny, seeds=range(100, 132))
     completions = engine.generate([request])[0]
@@ -239,10 +302,12 @@ def test_tokens_that_are_guessed_are_those_that_are_drawn_and_so_are_their_proof
     torch.manual_seed(0)
     model = tiny.model if config is None else AutoModelForCausalLM.from_config(config).eval()
     prompt, right, heat = tiny.tokenizer.encode("0123456789" * 4), [], 1.0 if config is None else 0.01
-    sampling = SamplingParameters(temperature=heat, max_new_tokens=75, eos_token_id=96)
+    sampling = SamplingParameters(temperature=heat, max_new_tokens=75, eos_token_ids=(96,))
     requests = [
         GenerationRequest(prompt, (3, 4), sampling),
-        GenerationRequest(prompt[::-1], (5,), sampling.model_copy(update={"max_new_tokens": 40, "eos_token_id": 40})),
+        GenerationRequest(
+            prompt[::-1], (5,), sampling.model_copy(update={"max_new_tokens": 40, "eos_token_ids": (40, 17)})
+        ),
     ]
     take = Guessed.take
     monkeypatch.setattr(
@@ -309,12 +374,12 @@ def test_other_weights_fail_the_check_of_seeds(engine, tiny, weights, other_weig
 
 def test_greedy_takes_the_most_probable_tokens(engine, tiny):
     prompts = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
-    cold = SamplingParameters(temperature=1e-4, max_new_tokens=10, eos_token_id=1)
+    cold = SamplingParameters(temperature=1e-4, max_new_tokens=10, eos_token_ids=(1,))
     sampled = engine.generate([GenerationRequest(prompt, (1,), cold) for prompt in prompts])
-    for greedy, [completion] in zip(engine.greedy(prompts, 10, 1), sampled, strict=True):
+    for greedy, [completion] in zip(engine.greedy(prompts, 10, (1,)), sampled, strict=True):
         assert greedy.dtype == np.int32
         np.testing.assert_array_equal(greedy, completion.token_ids)
-    assert max(len(greedy) for greedy in engine.greedy(prompts, 2, 1)) == 2
+    assert max(len(greedy) for greedy in engine.greedy(prompts, 2, (1,))) == 2
 
 
 @pytest.mark.parametrize("token", [-1, 96])
@@ -324,7 +389,7 @@ def test_token_outside_the_vocabulary_is_refused(engine, token):
     with pytest.raises(ValueError, match="outside the vocabulary of 96"):
         engine.prefill([PrefillRequest((5,), np.array([5, token], np.int32), 1.0)])
     with pytest.raises(ValueError, match="outside the vocabulary of 96"):
-        engine.greedy([(token,)], 1, 1)
+        engine.greedy([(token,)], 1, (1,))
 
 
 def test_request_without_tokens_is_refused():
@@ -391,7 +456,7 @@ def echo(turns):
 
 def dialogue(max_turns=3, limit=40, tool=echo) -> Dialogue:
     terms = DialogueTerms(tool="echo", max_turns=max_turns, before=(70, EOS, 71), after=(72,))
-    return Dialogue(terms, EOS, limit, tool, Characters())
+    return Dialogue(terms, EndRule((EOS,)), limit, tool, Characters())
 
 
 def talking(tiny, talk: Dialogue | None, prompt="31=", seeds=SEEDS) -> GenerationRequest:

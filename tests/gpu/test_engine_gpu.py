@@ -20,7 +20,7 @@ from shoal.validator.profiles import BUILT_IN
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 REF = PolicyRef(incarnation=0, version=0, digest="ab" * 32)
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=40, eos_token_id=95)
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=40, eos_token_ids=(95,))
 PROOF = ProofParameters(topk=64, rows=16)
 PROMPTS = ("31=", "9071348=", "314159=", "5=")
 DTYPES = ("float32", "bfloat16")
@@ -80,7 +80,7 @@ def test_memory_does_not_grow_with_the_length_of_what_is_proved(tiny) -> None:
     worker = engine(tiny, "cuda", "bfloat16")
     peaks = []
     for length in (160, 32, 160):  # the first time libraries take memory of their own
-        sampling = SAMPLING.model_copy(update={"max_new_tokens": length, "eos_token_id": 500})
+        sampling = SAMPLING.model_copy(update={"max_new_tokens": length, "eos_token_ids": (500,)})
         request = GenerationRequest(tiny.tokenizer.encode("31="), tuple(range(1024)), sampling)
         kept = []
         for proof in (None, PROOF):
@@ -94,7 +94,7 @@ def test_memory_does_not_grow_with_the_length_of_what_is_proved(tiny) -> None:
 def test_both_formats_are_measured_with_the_kernels_of_the_gpu(tiny) -> None:
     """Limits by every attention kernel that it has."""
     validator, environment = engine(tiny, "cuda", "float32"), build_environment(EnvironmentSettings(name="sort"))
-    plan = Plan(prompts_of(tiny.files, environment, 12), tiny.eos_token_id, tokens=12)
+    plan = Plan(prompts_of(tiny.files, environment, 12), tiny.eos_token_ids, tokens=12)
     for dtype, pages in (("float32", True), ("bfloat16", True), ("bfloat16", False)):
         worker = validator.copied(tiny.files, dtype, pages=pages)
         found = measure(worker, {"cuda/float32": validator}, plan)

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 REF = PolicyRef(incarnation=0, version=0, digest="ab" * 32)
 PROOF = ProofParameters(topk=64, rows=16)
 LENGTH = 192  # nothing ends early: the cache grows to the last token
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=LENGTH, eos_token_id=500)
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=LENGTH, eos_token_ids=(500,))
 MIB = 2**20
 TOKEN_BYTES = 3072  # of the tiny model's cache in float32, with its room to grow
 

@@ -49,7 +49,7 @@ class LongRun(Run):
     """Completions that never end by themselves."""
 
     def hub_config(self) -> HubConfig:
-        return replace(super().hub_config(), eos_token_id=NEVER_DRAWN)
+        return replace(super().hub_config(), eos_token_ids=(NEVER_DRAWN,))
 
     def publish(self, version: int) -> protocol.PolicyRef:
         files = dict(load_model("tiny").files)

@@ -116,7 +116,7 @@ class Run:
             folder=self.folder / "hub", run_id=self.id, run=self.settings,
             settings=HubSettings(port=0, lease_s=self.lease_s), environment=ParityEnvironment(),
             encode=encode, audit_s=3,
-            eos_token_id=EOS, key=self.hub_key, root_key=self.root.public_key,
+            eos_token_ids=(EOS,), key=self.hub_key, root_key=self.root.public_key,
             certificates=tuple(self.certificates.values()), sources=(self.source,), profiles=self.profiles,
             proof=self.proof, evaluation=self.evaluation,
         )  # fmt: skip
@@ -320,7 +320,7 @@ def greedy_score(version: int) -> float:
     tensor = protocol.TensorView("w", "F32", (4,), memoryview(np.full(4, version, dtype="<f4")).cast("B"))
     engine.load_policy(protocol.PolicyRef(incarnation=0, version=version, digest="0" * 64), {"w": tensor})
     tasks = environment.tasks("held_out")[: PLAN.tasks]
-    completions = engine.greedy([tuple(encode(task)) for task in tasks], 6, EOS)
+    completions = engine.greedy([tuple(encode(task)) for task in tasks], 6, (EOS,))
     texts = ["".join(map(chr, ids.tolist())).removesuffix(chr(EOS)) for ids in completions]
     return float(np.mean([environment.score(task, text).value for task, text in zip(tasks, texts, strict=True)]))
 

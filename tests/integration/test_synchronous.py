@@ -90,7 +90,7 @@ def generate_and_score(
     prompt = tokenizer.encode(task.prompt)
     seeds = tuple(int(seed, 16) for seed in unit_seeds(secret, folder.run_id, unit, settings.group_size))
     sampling = SamplingParameters(
-        temperature=settings.temperature, max_new_tokens=settings.max_new_tokens, eos_token_id=tokenizer.eos_token_id
+        temperature=settings.temperature, max_new_tokens=settings.max_new_tokens, eos_token_ids=tokenizer.eos_token_ids
     )
     [completions] = engine.generate([GenerationRequest(prompt, seeds, sampling)])
     rollouts = []

@@ -69,7 +69,7 @@ class Run:
         return self.origin.publish(version, Content.of(self.loaded.files, views))
 
     def request(self) -> GenerationRequest:
-        sampling = SamplingParameters(temperature=1.0, max_new_tokens=10, eos_token_id=1)
+        sampling = SamplingParameters(temperature=1.0, max_new_tokens=10, eos_token_ids=(1,))
         return GenerationRequest(self.loaded.tokenizer.encode("314159="), (1, 2, 3), sampling)
 
 

@@ -34,7 +34,9 @@ class SortingEngine:
         self.asked += requests
         return [[self._completion(request.prompt_ids, seed) for seed in request.seeds] for request in requests]
 
-    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[Any]:
+    def greedy(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_ids: Sequence[int]
+    ) -> list[Any]:
         return [np.array(self._answer(prompt, right=True)[:max_new_tokens], dtype=np.int32) for prompt in prompts]
 
     def _completion(self, prompt: tuple[int, ...], seed: int) -> Completion:

@@ -120,7 +120,7 @@ class LocalRun:
         return HubConfig(
             folder=self.path / "hub", run_id=self.folder.run_id, run=recipe.run, settings=recipe.hub,
             environment=build(recipe.environment), encode=lambda task: tokenizer.encode(task.prompt),
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_ids=tokenizer.eos_token_ids,
             key=self.folder.key("hub"), root_key=self.folder.root_key, certificates=self.folder.certificates,
             sources=self.endpoints.sources,
         )  # fmt: skip

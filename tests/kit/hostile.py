@@ -19,7 +19,7 @@ import pytest
 from shoal import protocol
 from shoal.client.trust import run_id
 
-SAMPLING = protocol.SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=0)
+SAMPLING = protocol.SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_ids=(0,))
 
 
 @dataclass(frozen=True)

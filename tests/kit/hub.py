@@ -69,9 +69,13 @@ def worker_key(number: int) -> protocol.SigningKey:
 
 
 def certificate(
-    key: protocol.SigningKey, role: protocol.Role, run: str = RUN_ID, signer: protocol.SigningKey = ROOT
-) -> protocol.SignedDocument:
-    document = protocol.RoleCertificate(run=run, role=role, public_key=key.public_key, issued_at_ms=0)
+    key: protocol.SigningKey, role: protocol.Role, run: str = RUN_ID, signer: protocol.SigningKey = ROOT,
+    expires_at_ms: int | None = None,
+) -> protocol.SignedDocument:  # fmt: skip
+    document = protocol.RoleCertificate(
+        run=run, role=role, public_key=key.public_key, issued_at_ms=0,
+        expires_at_ms=2**52 if role == "trusted" and expires_at_ms is None else expires_at_ms,
+    )  # fmt: skip
     return protocol.sign_document(document, signer)
 
 
@@ -81,7 +85,7 @@ def make_config(folder: Path, run: dict[str, Any] | None = None, settings: dict[
     return HubConfig(
         folder=folder, run_id=RUN_ID, run=RunSettings(**{**sizes, **(run or {})}),
         settings=HubSettings(**{"port": 0, **(settings or {})}), environment=FakeEnvironment(),
-        encode=lambda task: list(task.prompt.encode()), eos_token_id=0, key=HUB, root_key=ROOT.public_key,
+        encode=lambda task: list(task.prompt.encode()), eos_token_ids=(0,), key=HUB, root_key=ROOT.public_key,
         certificates=(certificate(HUB, "hub"), certificate(TRAINER, "trainer"), certificate(VALIDATOR, "validator")),
         sources=("http://127.0.0.1:1",),
     )  # fmt: skip

@@ -54,6 +54,18 @@ class Play:
         self.workers.append(self._node(row.node))
         return self.workers[-1]
 
+    def join_trusted(self, for_s: float = 10**6) -> NodeRow:
+        """A new trusted worker, whose certificate ends."""
+        key, ends_ms = kit.worker_key(len(self.workers) + 1), self.hub.context.clock.now_ms() + round(for_s * 1000)
+        signed = kit.certificate(key, "trusted", expires_at_ms=ends_ms)
+        body = protocol.Registration(public_key=key.public_key, role="trusted", certificate=signed)
+        self.workers.append(self._node(self.hub.membership.register(body).node))
+        return self.workers[-1]
+
+    def revoke(self, worker: NodeRow) -> None:
+        order = kit.action("revoke", target=worker.public_key, issued_at_ms=self.hub.context.clock.now_ms())
+        self.hub.administration.act(protocol.AdminRequest(action=protocol.sign_document(order, kit.ROOT)))
+
     def lease(
         self, worker: NodeRow, count: int, request: str | None = None, profile: str = "torch/cpu/float32"
     ) -> list[protocol.Lease]:
@@ -61,7 +73,7 @@ class Play:
         asked = protocol.LeaseRequest(request=request or kit.fresh_request(), max_units=count, profile=profile)
         reply = attempt(lambda: retry(lambda: self.hub.work.lease(worker, asked)))
         if isinstance(reply, Refusal):
-            if reply.code != "node.banned":
+            if reply.code not in ("node.banned", "certificate.expired"):
                 raise reply
             return []
         found = [protocol.Lease.model_validate(signed.document) for signed in reply.leases]

@@ -20,6 +20,7 @@ from shoal.environments import EnvironmentSettings, Task, build
 from shoal.hub.state.draws import task_index, unit_seeds
 from shoal.hub.state.nodes import CERTAIN_TO_BAN, STATISTICAL_TO_BAN
 from shoal.hub.state.reputation import recent
+from shoal.models.ending import decoding
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.sampling import uniforms
@@ -96,7 +97,7 @@ class Harness:
 
     def __init__(
         self, group_size: int = 16, max_new_tokens: int = 10, profile: str = protocol.DEFAULT_PROFILE,
-        temperature: float = 1.0,
+        temperature: float = 1.0, stop: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self.loaded: LoadedModel = load_model("tiny")
         self.environment = build(EnvironmentSettings(name="sort"))
@@ -104,7 +105,7 @@ class Harness:
         self.profile = profile
         self.group_size = group_size
         self.sampling = protocol.SamplingParameters(
-            temperature=temperature, max_new_tokens=max_new_tokens, eos_token_id=self.loaded.eos_token_id
+            temperature=temperature, max_new_tokens=max_new_tokens, eos_token_ids=self.loaded.eos_token_ids, stop=stop
         )
 
     @property
@@ -139,8 +140,8 @@ class Harness:
 
     def rewards(self, unit: int, submission: protocol.Submission) -> list[float]:
         """What the environment gives for each rollout."""
-        eos, task = self.sampling.eos_token_id, self.task(unit)
-        ids = [[token for token in rollout.token_ids.tolist() if token != eos] for rollout in submission.rollouts]
+        eos, task = self.sampling.eos_token_ids, self.task(unit)
+        ids = [[token for token in rollout.token_ids.tolist() if token not in eos] for rollout in submission.rollouts]
         known = [[token for token in each if token < self.loaded.tokenizer.vocabulary_size] for each in ids]
         return [self.environment.score(task, self.loaded.tokenizer.decode(each)).value for each in known]
 
@@ -160,7 +161,9 @@ class Harness:
         engine = self.cheating(cheat)
         for start in range(0, len(leases), AT_ONCE):
             part = leases[start : start + AT_ONCE]
-            asked = [GenerationRequest(each.prompt_ids, each.seed_numbers, each.sampling) for each in part]
+            decode = decoding(self.sampling, self.files)
+            terms = [(each.prompt_ids, each.seed_numbers, each.sampling) for each in part]
+            asked = [GenerationRequest(*each, decode=decode) for each in terms]
             for lease, group in zip(part, engine.generate(asked, part[0].proof), strict=True):
                 yield lease, cheat.submission(submission_of(lease, group, "torch"), lease)
 

@@ -87,7 +87,7 @@ def changes(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) ->
 
 def asked(prompt: int, seeds: int, new: int, temperature: float = 1.0) -> GenerationRequest:
     random = np.random.default_rng(prompt)
-    sampling = SamplingParameters(temperature=temperature, max_new_tokens=new, eos_token_id=EOS)
+    sampling = SamplingParameters(temperature=temperature, max_new_tokens=new, eos_token_ids=(EOS,))
     ids = tuple(random.integers(2, VOCABULARY, prompt).tolist())
     return GenerationRequest(ids, tuple(random.integers(0, 2**63, seeds).tolist()), sampling)
 
@@ -297,7 +297,7 @@ def test_what_vllm_keeps_or_computes_otherwise_is_refused_in_words(files, messag
 def test_a_model_folder_is_evaluated_as_by_torchs_engine():
     mine, theirs = (open_subject("tiny", "tiny", EngineChoice(name, "cpu", "float32"), 8) for name in ("vllm", "torch"))
     prompts = [tuple(TextTokenizer(mine.files).encode(text)) for text in ("31=", "9071348=", "52=")]
-    answers = [each.engine.greedy(prompts, 10, EOS) for each in (mine, theirs)]
+    answers = [each.engine.greedy(prompts, 10, (EOS,)) for each in (mine, theirs)]
     assert [each.tolist() for each in answers[0]] == [each.tolist() for each in answers[1]]
 
 

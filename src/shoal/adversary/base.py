@@ -20,6 +20,7 @@ from shoal.engines import Completion, Engine, Fetch, GenerationRequest, Prefill,
 from shoal.engines.protocol import Finish, Groups, TokenIds
 from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, Task, build
 from shoal.models import TextTokenizer
+from shoal.models.ending import EndRule
 from shoal.protocol import Lease, PolicyRef, ProofParameters, Rollout, ShownProgress, Submission, TensorView
 from shoal.toploc import commit
 
@@ -115,8 +116,10 @@ class EngineWrapper:
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         return self._engine.prefill(requests, proof)
 
-    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
-        return self._engine.greedy(prompts, max_new_tokens, eos_token_id)
+    def greedy(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_ids: Sequence[int]
+    ) -> list[TokenIds]:
+        return self._engine.greedy(prompts, max_new_tokens, eos_token_ids)
 
 
 def rewriting(rewrite: Rewrite) -> Draw:
@@ -135,8 +138,8 @@ def each_completion(change: Callable[[Engine, GenerationRequest, TokenIds], Toke
 
     def rewrite(engine: Engine, request: GenerationRequest, group: list[Completion]) -> list[Completion]:
         made = [change(engine, request, each.token_ids).astype(np.int32) for each in group]
-        eos = request.sampling.eos_token_id
-        ends: list[Finish] = ["eos" if tokens[-1] == eos else "length" for tokens in made]
+        first = EndRule.of(request.sampling, request.decode).first
+        ends: list[Finish] = ["length" if first(tokens.tolist()) is None else "eos" for tokens in made]
         return [replace(each, token_ids=ids, finish=end) for each, ids, end in zip(group, made, ends, strict=True)]
 
     return rewriting(rewrite)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from shoal.adversary.base import Cheat, EngineWrapper, RewardOracle, cheating, with_honest_proofs
 from shoal.engines import Completion, Engine, Finish, GenerationRequest, Groups, Prefill, PrefillRequest, TokenIds
+from shoal.models.ending import EndRule
 from shoal.protocol import ProofParameters
 from shoal.sampling import SeedTolerance, uniforms, uniforms_at
 
@@ -83,13 +84,15 @@ class Branching(EngineWrapper):
             rest.append(replace(fork.request, prompt_ids=ids, seeds=seeds, begun=len(begin)))
         found = []
         for request, begin, group in zip(rest, begun, self._engine.generate(rest), strict=True):
-            sampling = request.sampling
-            tokens = np.concatenate([begin, group[0].token_ids])[: sampling.max_new_tokens]
-            ends = np.flatnonzero(tokens == sampling.eos_token_id)
-            tokens = tokens[: ends[0] + 1] if len(ends) else tokens
-            finish: Finish = "eos" if len(ends) else "length"
+            tokens = np.concatenate([begin, group[0].token_ids])[: request.sampling.max_new_tokens]
+            end = EndRule.of(request.sampling, request.decode).first(tokens.tolist())
+            tokens, finish = tokens[:end], _finish(end)
             found.append(Completion(tokens, np.zeros(len(tokens), dtype=np.float32), finish))
         return found
+
+
+def _finish(end: int | None) -> Finish:
+    return "length" if end is None else "eos"
 
 
 def seed_of(uniform: float) -> int:
@@ -134,10 +137,11 @@ class Steering(EngineWrapper):
         if not first:
             return honest
         tokens = honest.token_ids[: first[0]].tolist()
-        while len(tokens) < sampling.max_new_tokens and sampling.eos_token_id not in tokens[-1:]:
+        ending = EndRule.of(sampling, request.decode)
+        while len(tokens) < sampling.max_new_tokens and ending.first(tokens) is None:
             prefix = (*request.prompt_ids, *tokens)
             tokens.append(self._choice(prefix, float(stream_T[len(tokens)]), sampling.temperature))
-        finish: Finish = "eos" if tokens[-1] == sampling.eos_token_id else "length"
+        finish = _finish(ending.first(tokens))
         return replace(honest, token_ids=np.array(tokens, dtype=np.int32), finish=finish)
 
     def _choice(self, prefix: tuple[int, ...], u: float, temperature: float) -> int:

@@ -16,6 +16,7 @@ from msgspec.structs import replace as changed
 from shoal.adversary import base
 from shoal.adversary.base import OTHER_TOKENS, Cheat, CheatContext, EngineWrapper, RewardOracle, cheating
 from shoal.engines import Completion, Engine, GenerationRequest, Groups, TokenIds
+from shoal.models.ending import EndRule
 from shoal.protocol import Lease, ProofParameters, Rollout, Submission, pack_logprobs, pack_tokens, unpack_tokens
 from shoal.protocol.submission import ShownChunks, ShownProgress, pack_spans
 
@@ -30,22 +31,23 @@ COPIES = frozenset({"duplicate.rollout", "duplicate.proof"})
 
 
 def edited(_engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
-    eos, middle, changed = request.sampling.eos_token_id, len(tokens) // 2, tokens.copy()
-    if tokens[middle] != eos:
-        changed[middle] = next(token for token in tokens[middle] + (-1, 1, 2) if token not in (eos, -1))
+    eos, middle, changed = request.sampling.eos_token_ids, len(tokens) // 2, tokens.copy()
+    if tokens[middle] not in eos:
+        changed[middle] = next(token for token in tokens[middle] + (-1, 1, 2) if token not in (*eos, -1))
     return changed
 
 
 def padded(engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
     """Appends the likeliest tokens up to the limit, none of them an end."""
-    most, eos = request.sampling.max_new_tokens, request.sampling.eos_token_id
-    [more] = engine.greedy([(*request.prompt_ids, *tokens.tolist())], most, -1)
+    most, eos = request.sampling.max_new_tokens, request.sampling.eos_token_ids
+    [more] = engine.greedy([(*request.prompt_ids, *tokens.tolist())], most, ())
     added = more[: most - len(tokens)]
-    return np.append(tokens, np.where(added == eos, added + 1, added))
+    harmless = next(token for token in range(len(eos) + 1) if token not in eos)
+    return np.append(tokens, np.where(np.isin(added, eos), harmless, added))
 
 
 def running_on(engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
-    return padded(engine, request, tokens[:-1] if tokens[-1] == request.sampling.eos_token_id else tokens)
+    return padded(engine, request, tokens[:-1] if tokens[-1] in request.sampling.eos_token_ids else tokens)
 
 
 def answering(engine: Engine, context: CheatContext) -> Engine:
@@ -54,7 +56,7 @@ def answering(engine: Engine, context: CheatContext) -> Engine:
     def answered(_engine: Engine, request: GenerationRequest, tokens: TokenIds) -> TokenIds:
         task, sampling = oracle.task(request.prompt_ids), request.sampling
         ids = [] if task is None else list(oracle.tokenizer.encode(task.answer))
-        return np.array([*ids, sampling.eos_token_id]) if 0 < len(ids) < sampling.max_new_tokens else tokens
+        return np.array([*ids, sampling.eos_token_ids[0]]) if 0 < len(ids) < sampling.max_new_tokens else tokens
 
     return EngineWrapper(engine, base.each_completion(answered))
 
@@ -114,9 +116,10 @@ def likeliest(engine: Engine, requests: Requests, proof: ProofParameters | None)
     groups = []
     for request in requests:
         [drawn] = engine.generate([replace(request, seeds=request.seeds[:1])], None)
-        eos = request.sampling.eos_token_id
+        eos = request.sampling.eos_token_ids
         [tokens] = engine.greedy([request.prompt_ids], request.sampling.max_new_tokens, eos)
-        same = replace(drawn[0], token_ids=tokens, finish="eos" if int(tokens[-1]) == eos else "length")
+        end = EndRule.of(request.sampling, request.decode).first(tokens.tolist())
+        same = replace(drawn[0], token_ids=tokens[:end], finish="length" if end is None else "eos")
         groups.append([same] * len(request.seeds))
     return base.with_honest_proofs(engine, requests, groups, proof)
 
@@ -224,7 +227,7 @@ CHEATS = (
     cheating("edit", "changes one token in the middle", OTHER_TOKENS, draw=each_completion(edited)),
     cheating("answer", "writes the right answer", OTHER_TOKENS | COPIES, engine=answering),
     cheating("early-end", "ends halfway with the end-of-sequence token", OTHER_TOKENS,
-        draw=each_completion(lambda _, asked, ids: np.append(ids[: len(ids) // 2], asked.sampling.eos_token_id))),
+        draw=each_completion(lambda _, asked, ids: np.append(ids[: len(ids) // 2], asked.sampling.eos_token_ids[0]))),
     cheating("cut-short", "stops halfway and claims the length limit", {"termination.early"},
         draw=each_completion(lambda _engine, _asked, ids: ids[: max(1, len(ids) // 2)])),
     cheating("pad", "continues after the end-of-sequence token, to be paid more", {"termination.past_eos"},

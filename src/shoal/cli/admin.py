@@ -21,6 +21,7 @@ ORDERS = {
     "add-relay": ("URL", "let nodes fetch weights from this relay, too"),
     "remove-relay": ("URL", "let nodes fetch no weights from this relay any more"),
     "add-validator": ("[KEY]", "certify one more validator, here or the one with this public key (--out)"),
+    "add-worker": ("KEY", "certify a trusted worker: checked by sample, paid only for samples (--for, --out)"),
     "calibrate": ("FILE", "accept work of a kind of worker by limits that `shoal doctor --calibrate` measured"),
     "revoke": ("KEY", "stop trusting a key, or validator-N, for anything"),
     "rotate": ("NAME", "give hub, admin or validator-N a new key; the old one is trusted until revoked"),
@@ -31,8 +32,8 @@ EPILOG = "\n".join(
 ORDER = f"The order: {', '.join(ORDERS)}. They are explained below."
 TARGET = "What the order is about: a node's id, the start of it, or its name; a URL, key, file or role."
 KEYS = "A folder with admin.key and admin.json, or root.key. (default: keys/ of the run's folder)"
-FOR = "With suspend: for how long; 0 follows the rules of the hub."
-CERTIFICATE = "With add-validator and a public key: where to write the certificate."
+FOR = "With suspend: for how long; 0 follows the rules of the hub. With add-worker: until it ends; 0 is 30 days."
+CERTIFICATE = "With add-worker, or add-validator and a public key: where to write the certificate."
 
 
 def admin(
@@ -56,6 +57,7 @@ def admin(
     given = orders.Order(run, order, target or "", reason, for_s, keys=keys)
     special: dict[str, Callable[[], Iterable[str]]] = {
         "add-validator": lambda: orders.add_validator(Path(run), target, out, reason),
+        "add-worker": lambda: orders.add_worker(Path(run), given.target, out, for_s),
         "rotate": lambda: orders.rotate(Path(run), given.target, reason),
         "calibrate": lambda: [orders.calibrate(given)],
         "revoke": lambda: [orders.revoke(given)],

@@ -93,6 +93,7 @@ def demos(
 ) -> None:
     """Write right answers of training tasks as demonstrations for `shoal sft`. Each is scored first."""
     require("data", "shoal data demos")
+    from shoal.environments.protocol import refuse_tokens
     from shoal.run.sources import scorable, task_source
     from shoal.runtime.files import ensure_folder, write_atomically
 
@@ -101,6 +102,7 @@ def demos(
     if PLACE not in form:
         raise ConfigError(f"--form {form}: say with {PLACE} where the answer goes")
     environment = scorable(task_source(spec, settings or ()))
+    refuse_tokens(environment, "shoal data demos")
     tasks, rows, tried, example = environment.tasks("train"), list[bytes](), 0, "none could be scored"
     while tried < len(tasks) and len(rows) < count:
         tried += 1

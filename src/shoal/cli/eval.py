@@ -36,6 +36,7 @@ def evaluate(
     tasks: options.Tasks = 0,
     temperature: options.Temperature = None,
     max_new_tokens: options.MaxTokens = None,
+    stop: options.Stop = None,
     seed: options.Seed = 0,
     split: Annotated[str | None, options.value("--split", "PART", SPLIT.format("held_out"))] = None,
     out: Annotated[Path | None, options.value("--out", "FOLDER", RESULTS)] = None,
@@ -61,7 +62,7 @@ def evaluate(
             raise UserError(f"--rescore {rescore} needs no model: leave {model} out")
         refused = {
             "--samples": samples != 1, "--tasks": tasks, "--temperature": temperature is not None, "--out": out,
-            "--max-new-tokens": max_new_tokens is not None, "--seed": seed, "--split": split,
+            "--max-new-tokens": max_new_tokens is not None, "--stop": stop, "--seed": seed, "--split": split,
             "--trained-on": trained_on, "--allow-leaks": allow_leaks,
         }  # fmt: skip
         if wrong := [name for name, value in refused.items() if value]:
@@ -71,7 +72,9 @@ def evaluate(
         raise UserError("give a MODEL and --env SPEC, or --rescore FOLDER (see: shoal eval --help)")
     refuse_unusable(out or Path("evals", "results"))
     source, kind, terminal = task_source(env, overrides or ()), (engine, device, dtype), CommandTerminal()
-    given = Given(model, source, samples, tasks, temperature, max_new_tokens, seed, split, batch_rows, kind, terminal)
+    stops = options.stops(stop)
+    sampled = (samples, tasks, temperature, max_new_tokens, stops, seed, split, batch_rows)
+    given = Given(model, source, *sampled, kind, terminal)
     raise Exit(run_eval(given, out, trained_on, allow_leaks))
 
 
@@ -107,6 +110,7 @@ def filter_tasks(
     tasks: options.Tasks = 0,
     temperature: options.Temperature = None,
     max_new_tokens: options.MaxTokens = None,
+    stop: options.Stop = None,
     seed: options.Seed = 0,
     split: Annotated[str | None, options.value("--split", "PART", SPLIT.format("train"))] = None,
     overrides: options.EnvironmentSettings = None,
@@ -124,7 +128,7 @@ def filter_tasks(
     from shoal.run.models.measuring import Given, run_filter, work_of
     from shoal.run.sources import task_source
 
-    band = RateBand.parse(keep)
+    band, stops = RateBand.parse(keep), options.stops(stop)
     if out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: the result is a Parquet file; let its name end in .parquet")
     written_before(out)  # what is somebody else's, or cannot be written, is refused before a model is loaded
@@ -132,7 +136,8 @@ def filter_tasks(
     source = task_source(data, overrides or ())
     part = split or ("all" if source.whole else "train")  # held-out rows of a recipe must stay out of training
     machine, terminal = (engine, device, dtype), CommandTerminal()
-    given = Given(model, source, samples, tasks, temperature, max_new_tokens, seed, part, batch_rows, machine, terminal)
+    sampled = (samples, tasks, temperature, max_new_tokens, stops, seed, part, batch_rows)
+    given = Given(model, source, *sampled, machine, terminal)
     raise Exit(run_filter(given, out, band, everything, name))
 
 

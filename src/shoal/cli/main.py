@@ -24,7 +24,7 @@ from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
 from shoal.cli.rollouts import plot, rollouts
 from shoal.cli.run import demo, hub, init, join, relay, run, trainer, validator
-from shoal.cli.upkeep import backup, doctor, export, restore, status
+from shoal.cli.upkeep import backup, dashboard, doctor, export, restore, status
 from shoal.cli.why import why
 from shoal.errors import ShoalError, UserError
 from shoal.runtime import SUPERVISED, crash, is_verbose, printable, visible
@@ -133,6 +133,7 @@ READERS: dict[str, dict[str, tuple[Callable[..., object], str] | Typer]] = {
     },
     "Operate a run": {
         "status": (status, "shoal status demo"),
+        "dashboard": (dashboard, "shoal dashboard demo"),
         "admin": (admin, "shoal admin ban demo worker-2 --reason 'wrong weights'"),
         "backup": (backup, "shoal backup demo demo.tar"),
         "restore": (restore, "shoal restore demo.tar runs/again"),

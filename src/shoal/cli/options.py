@@ -103,6 +103,15 @@ HEAT_HELP = "Sampling temperature; 0 is greedy. (default: 0 for one sample, else
 Temperature = Annotated[float | None, number("--temperature", "T", HEAT_HELP, 0, 10)]
 TOKENS_HELP = "Longest completion in tokens. (default: the recipe's, or 1024)"
 MaxTokens = Annotated[int | None, whole("--max-new-tokens", TOKENS_HELP, 1, 131_072)]
+STOP_HELP = "End completions whose text has this. Repeatable; '' for none. (default: the recipe's)"
+
+
+def stops(given: list[str] | None) -> tuple[str, ...] | None:
+    """None: those of the recipe; one empty text: none."""
+    return None if not given else () if given == [""] else tuple(given)
+
+
+Stop = Annotated[list[str] | None, value("--stop", "TEXT", STOP_HELP)]
 Seed = Annotated[int, whole("--seed", "Another seed draws other samples and other tasks.", 0, MAX_SEED)]
 BatchRows = Annotated[int, whole("--batch-rows", "Completions that are generated together.", 1, 65_536)]
 

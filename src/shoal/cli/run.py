@@ -16,6 +16,7 @@ from shoal.cli import options
 from shoal.errors import UserError
 from shoal.runtime import STOPPED_CODE, SUPERVISED, MachineLimits, StopToken, is_verbose, shoal_command, stop_on_signals
 from shoal.runtime.extras import require
+from shoal.runtime.limits import ALL_DAY, Hours
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,9 +49,12 @@ PROJECT = "The folder to make; the run gets its name."
 SANDBOX = "Hide network, home folder and other processes from the worker; needs bubblewrap."
 MEMORY = "Most memory for the model, for example 8GB. (default: 80 % of the free)"
 GPUS = "One worker on each of these GPUs, for example 0,2. (default: all GPUs)"
+HOURS = "Work only at these hours of the local time, for example 22-7 or 12:30-14,20-24. (default: all day)"
+IDLE = "Work only while other programs leave the processor idle (Linux); their use of a GPU is not seen."
 WORKERS = "This many workers on the processor. (default: 1)"
 BANDWIDTH = "Fastest download, for example 20Mbit/s. (default: no limit)"
 OWNER = "The file with your owner's key: what this machine earns is yours."
+TRUSTED = "The certificate that the run's owner made (shoal admin add-worker): this machine is checked by sample."
 JOIN_WAIT = f"{options.WAIT_HELP} (default: 10; for a run on this machine, until its hub answers)"
 VOUCH = "The same, by a file that `shoal key vouch` wrote, without your key on this machine."
 
@@ -237,7 +241,7 @@ def init(name: Annotated[Path | None, Argument(metavar="NAME", help=PROJECT)] = 
 def hub(directory: options.Run) -> None:
     """Start the hub of a run: it gives out work, receives it, and writes the ledger. It needs no torch."""
     require("data", "shoal hub")
-    _role("hub", directory)
+    role("hub", directory)
 
 
 def trainer(directory: options.Run) -> None:
@@ -247,13 +251,13 @@ def trainer(directory: options.Run) -> None:
     from shoal.trainer.settings import own_rank
 
     rank = own_rank()
-    _role(f"trainer-rank-{rank}" if rank else "trainer", directory)
+    role(f"trainer-rank-{rank}" if rank else "trainer", directory)
 
 
 def validator(directory: options.Run, index: options.Index = 0) -> None:
     """Start a validator of a run: it checks submissions and computes their rewards."""
     require("trainer", "shoal validator")
-    _role(f"validator-{index}", directory)
+    role(f"validator-{index}", directory)
 
 
 def relay(
@@ -274,7 +278,7 @@ def relay(
     --origin and --index are for a run elsewhere, given by its URL. It needs no torch."""
     if "://" not in where:
         _refuse_others(context, where, "origin", "index")
-        return _role("origin" if origin else f"relay-{index}", Path(where))
+        return role("origin" if origin else f"relay-{index}", Path(where))
     if origin:
         raise UserError(f"--origin: only for the run's folder, on the machine of its trainer, not for {where}")
     from shoal.run.join import run_standalone_relay
@@ -304,6 +308,9 @@ def join(
     max_bandwidth: Annotated[str | None, options.value("--max-bandwidth", "RATE", BANDWIDTH)] = None,
     gpu: Annotated[str | None, options.value("--gpu", "LIST", GPUS)] = None,
     workers: Annotated[int | None, options.whole("--workers", WORKERS, 1, 1024)] = None,
+    trusted: Annotated[Path | None, options.value("--trusted", "FILE", TRUSTED)] = None,
+    hours: Annotated[str | None, options.value("--hours", "HOURS", HOURS)] = None,
+    idle: Annotated[bool, Option("--idle", help=IDLE)] = False,
 ) -> int:
     """Contribute this machine, with all its GPUs, to a run: generate rollouts until the run ends, or Ctrl-C."""
     require("worker", "shoal join")
@@ -321,14 +328,15 @@ def join(
 
             with asking_hub(str(directory), wait_s) as hub:
                 hub.trusted_run()
-        _role(f"worker-{index}", directory, cheat)
+        role(f"worker-{index}", directory, cheat)
         return 0
     if len(urls) != len(where):
         raise UserError(f"{' '.join(where)}: give one run on this machine, or the join URLs of one run")
     from shoal.run.join import JoinRequest, run_joined_worker
 
+    open_hours = ALL_DAY if hours is None else Hours.parse(hours)
     given = (tuple(urls), folder, engine, device, dtype, name, 10 if wait_s is None else wait_s, cheat, owner, vouch)
-    return run_joined_worker(JoinRequest(*given, check, limits, sandbox, gpu, workers))
+    return run_joined_worker(JoinRequest(*given, check, limits, sandbox, gpu, workers, trusted, open_hours, idle))
 
 
 def _refuse_others(context: Context, where: str, *taken: str) -> None:
@@ -339,7 +347,7 @@ def _refuse_others(context: Context, where: str, *taken: str) -> None:
         raise UserError(f"{', '.join(wrong)}: only for a run's URL; what is in {where} is set by its recipe")
 
 
-def _role(name: str, directory: Path, cheat: str | None = None) -> None:
+def role(name: str, directory: Path, cheat: str | None = None) -> None:
     """A rank of the trainer beyond the first needs no run folder: on another machine there may be none."""
     from shoal.run.roles import start_role
 

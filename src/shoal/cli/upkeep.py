@@ -57,6 +57,24 @@ def status(where: options.OptionalPlace = None, as_json: options.Json = False, w
     return Console(width=width).print(frame(RunView(found, (), history, 0.0), width))
 
 
+def dashboard(where: options.OptionalPlace = None, wait_s: options.Wait = 3) -> None:
+    """Say where the pages about a run are; if its hub is off, start it for them until you press Ctrl-C."""
+    from shoal.cli.run import role
+    from shoal.run.folder import RunFolder, find_run
+    from shoal.run.launch import asking_hub
+
+    place = find_run(where)
+    try:
+        with asking_hub(place, wait_s) as client:
+            client.status()
+            return echo(f"{client.url}/")
+    except HubUnreachable:
+        if "://" in place:
+            raise
+    echo(f"{RunFolder.open(Path(place)).endpoints.hub}/ (the hub was off; Ctrl-C ends it again)")
+    return role("hub", Path(place))
+
+
 def export(
     directory: options.Run,
     out: Annotated[Path, Argument(metavar="OUT", help=OUT)],

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.protocol import NodeState, NodeView, RunStatus
+from shoal.protocol.node import WORKERS
 from shoal.run import progress
 from shoal.run.progress import Display, RunView, labels
 from shoal.runtime.text import duration, printable, visible
@@ -200,7 +201,7 @@ def _numbers(scene: RunView, status: RunStatus) -> Iterator[Text]:
 
 def _workers(scene: RunView) -> Table:
     """Workers that the hub knows, and those started here that it does not know: bad states first, then by credit."""
-    nodes = [node for node in scene.status.nodes if node.role == "worker"] if scene.status is not None else []
+    nodes = [node for node in scene.status.nodes if node.role in WORKERS] if scene.status is not None else []
     processes = {process.name: process for process in scene.processes if process.name.startswith("worker-")}
     names, found, most = labels(nodes), [], MAX_WORKERS if scene.processes else MAX_NODES
     for node in nodes:
@@ -245,7 +246,7 @@ def _doing(node: NodeView, scene: RunView) -> str:
 
 def _processes(scene: RunView, width: int) -> Iterator[Text]:
     status, nodes = scene.status, () if scene.status is None else scene.status.nodes
-    doing = {printable(node.name): _doing(node, scene) for node in nodes if node.role != "worker"}
+    doing = {printable(node.name): _doing(node, scene) for node in nodes if node.role not in WORKERS}
     others = {} if scene.processes else doing
     for process in scene.processes:
         if not process.name.startswith("worker-"):

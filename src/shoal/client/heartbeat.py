@@ -28,7 +28,10 @@ TEXT_LIMIT = 200
 
 
 class Activity:
-    """The present work or wait of a role, and its counters. Thread-safe. `idle_s`: all time but `busy_s`."""
+    """The present work or wait of a role, and its counters. Thread-safe. `idle_s`: all time but `busy_s`. `paused`: why
+    it does no work at all."""
+
+    paused = ""
 
     def __init__(self, clock: Clock = SystemClock()) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -82,7 +85,7 @@ class Activity:
             busy_s = self._busy_s + now_s - doing_since_s
             times = {"busy_s": round(busy_s, 3), "idle_s": round(now_s - self._began - busy_s, 3)}
             return Heartbeat(
-                doing=doing[:TEXT_LIMIT], waiting_for=waiting_for[:TEXT_LIMIT],
+                doing=(self.paused or doing)[:TEXT_LIMIT], waiting_for=waiting_for[:TEXT_LIMIT],
                 waiting_s=round(max(0.0, now_s - waiting_since_s), 3), counters={**self._counters, **times},
                 progress=dict(self._progress),
             )  # fmt: skip

@@ -340,7 +340,7 @@ def _sorted_out(response: ClientResponse) -> bytes:
         text = response.headers.get("retry-after", "")  # its date form, or nonsense, is left to the back-off
         after_s = min(float(text), MAX_RETRY_AFTER_S) if busy and text.isascii() and text.isdigit() else None
         raise _Retry(sentence, after_s, elsewhere=not busy, is_page=is_page)
-    refusal = ShutOut if problem.code in ("node.banned", "node.suspended") else HubRefused
+    refusal = ShutOut if problem.code in ("node.banned", "node.suspended", "certificate.expired") else HubRefused
     raise refusal(status, problem.code, problem.message)
 
 

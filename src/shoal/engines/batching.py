@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.engines.decoder import WINDOW, PagedDecoder, PagePool, size_for
+from shoal.engines.decoder import WINDOW, PagedDecoder, PagePool, padded_ends, size_for
 from shoal.engines.guesses import Guessed, SeenTokens
 from shoal.engines.memory import MEMORY_ERRORS, is_out_of_memory
 from shoal.engines.protocol import GenerationRequest, checks_of
@@ -209,7 +209,7 @@ class RowBatch:
             "context": [len(each.prefix.tokens) - 1 for each in held],
             "drawn": [len(row.tokens) for row, *_ in asked],
             "limit": [sampling.max_new_tokens for *_, sampling in asked],
-            "eos": [sampling.eos_token_id for *_, sampling in asked],
+            "ends_SE": [padded_ends(sampling.eos_token_ids) for *_, sampling in asked],
             "key_low": [row.seed & 0xFFFFFFFF for row, *_ in asked],
             "key_high": [row.seed >> 32 for row, *_ in asked],
             "begun": [request.begun for _, request, _ in asked],
@@ -231,16 +231,15 @@ class RowBatch:
         tokens, logprobs = pool.tokens_SW.cpu().numpy(), pool.logprobs_SW.cpu().numpy()
         seen, gone, cuts = list(self._held.values()), list[int](), list[tuple[HeldRow, int, int, int]]()
         for slot, held in list(self._held.items()):
-            row, before, now = held.row, len(held.row.tokens), drawn[slot]
-            row.line.tokens += tokens[slot, : now - before].tolist()
+            row, before = held.row, len(held.row.tokens)
+            row.ended = row.line.extend(tokens[slot, : drawn[slot] - before].tolist(), not alive[slot])
+            now = len(row.tokens)
             row.logprobs += logprobs[slot, : now - before].tolist()
             if proof is not None:
                 cuts += [(held, slot, n % 2, proof.rows) for n in range(before // proof.rows, now // proof.rows)]
-                if not alive[slot] and now % proof.rows:
+                if row.ended and now % proof.rows:
                     cuts.append((held, slot, now // proof.rows % 2, now % proof.rows))
-            if not alive[slot]:
-                row.ended = True
-                row.line.finish = "eos" if row.tokens[-1] == row.request.sampling.eos_token_id else "length"
+            if row.ended:
                 gone.append(slot)
                 del self._held[slot]
                 # free the pages of a row that has ended, but for what is needed by rows that wait or continue
@@ -298,7 +297,7 @@ def paged_decoder(model: Any, memory_bytes: int, kind: type[PagedDecoder] = Page
     try:
         decoder = kind(model)
         prompt = tuple(7 * n % decoder.vocabulary for n in range(1, PROBE_PROMPT))
-        sampling = SamplingParameters.model_construct(temperature=1.0, max_new_tokens=PROBE_TOKENS, eos_token_id=-1)
+        sampling = SamplingParameters.model_construct(temperature=1.0, max_new_tokens=PROBE_TOKENS, eos_token_ids=())
         request = GenerationRequest(prompt, (0, 1), sampling)
         rows = [DrawnRow(request, seed, decoder.vocabulary, greedy=True) for seed in request.seeds]
         proof = ProofParameters(topk=8, rows=2 * WINDOW)

@@ -3,7 +3,7 @@
 Everything that a step reads and writes lies in a `PagePool` and keeps its place, so that the step of some numbers of
 rows (`SIZES`) is captured once and replayed. Which row is in which slot is the business of `batching`.
 
-S: slots, R: rows of a step, W: pages of a row, C: tokens of a chunk, H: hidden size.
+S: slots, R: rows of a step, E: end tokens, W: pages of a row, C: tokens of a chunk, H: hidden size.
 """
 # ruff: noqa: N815 - dimension suffixes on fields
 
@@ -22,6 +22,7 @@ from shoal.engines.guesses import Guessed
 from shoal.engines.memory import release_memory
 from shoal.engines.page_cache import PAGE, PagedCache, decoding, fuse, shapes_of
 from shoal.models.logprobs import Head
+from shoal.protocol.lease import MAX_END_TOKENS
 from shoal.sampling.sampler import sample, uniforms_of
 
 SIZES = (4, 16, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -29,7 +30,7 @@ WINDOW = 16  # steps until the host reads the results; at most the rows of a chu
 WARM_UPS = 2
 LOGIT_ELEMENTS = 2**28  # of one tile of logits
 POOL_SHARE = 0.7  # of the usable memory: the rest is for logits, prompts and the steps themselves
-LONGS = ("token", "context", "drawn", "limit", "eos", "key_low", "key_high", "begun")
+LONGS = ("token", "context", "drawn", "limit", "key_low", "key_high", "begun")
 
 
 @dataclass
@@ -40,10 +41,10 @@ class Slots:
     context: Tensor  # how many are in the cache
     drawn: Tensor  # how many there are of the completion
     limit: Tensor
-    eos: Tensor
     key_low: Tensor  # of the seed
     key_high: Tensor
     begun: Tensor
+    ends_SE: Tensor  # the tokens that end it, and -1
     alive: Tensor
     temperature: Tensor
     table_SW: Tensor
@@ -53,6 +54,7 @@ class Slots:
     def empty(cls, slots: int, pages: int, chunk: int, hidden: int, device: torch.device) -> Slots:
         return cls(
             **{name: torch.zeros(slots, dtype=torch.long, device=device) for name in LONGS},
+            ends_SE=torch.full((slots, MAX_END_TOKENS), -1, dtype=torch.long, device=device),
             alive=torch.zeros(slots, dtype=torch.bool, device=device),
             temperature=torch.ones(slots, dtype=torch.float64, device=device),
             table_SW=torch.zeros(slots, pages, dtype=torch.int32, device=device),
@@ -209,7 +211,7 @@ class PagedDecoder:
         slots.token[here] = torch.where(alive_R, token_R, slots.token[here])
         position_R += alive_R
         drawn_R += alive_R
-        alive_R &= (token_R != slots.eos[here]) & (drawn_R < slots.limit[here])
+        alive_R &= (token_R[:, None] != slots.ends_SE[here]).all(dim=1) & (drawn_R < slots.limit[here])
 
     def _draw(self, slots: Slots, here: slice, hidden_RH: Tensor, greedy: bool) -> Iterator[Tensor]:
         """The next token of every row and its log-probability, with logits in tiles."""
@@ -228,6 +230,11 @@ class PagedDecoder:
 def _capture_stream() -> torch.cuda.Stream:
     """One for all captures: cuBLAS keeps 64 MiB for every stream."""
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def padded_ends(ids: Sequence[int]) -> list[int]:
+    """One line of `Slots.ends_SE`."""
+    return [*ids, *[-1] * (MAX_END_TOKENS - len(ids))]
 
 
 def size_for(rows: int) -> int:

@@ -5,7 +5,7 @@
 
 Both ask `reply`, which depends on the tokens alone; so what a worker drew reads the same everywhere. The rules:
 
-    a turn ends with the end-of-sequence token
+    a turn ends with an end-of-sequence token or a stop string (`models.ending`)
     the tool's text follows it, framed (`DialogueTerms`), and the model continues
     the dialogue is over, "eos", when the tool says nothing or the model has had `max_turns` turns
     it is cut off, "length", at the length limit, or where tool tokens leave no room for another token
@@ -17,28 +17,17 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Literal
 
 from shoal.engines.protocol import Engine, Finish, GenerationRequest, Respond
 from shoal.environments import Environment, Task, dialogue_of, has_dialogues, prompt_settings_of
 from shoal.environments.tools import TOOLS, Tool
 from shoal.errors import ConfigError
-from shoal.models import PromptEncoder, TextTokenizer
+from shoal.models import PromptEncoder
+from shoal.models.ending import Decode, EndReader, EndRule, Texts, decoding, texts_of
 from shoal.protocol import UPGRADE, DialogueTerms, Lease, SamplingParameters, Spans
 
-
-class Characters:
-    """Tokens that are characters: of a policy without a tokenizer (the scripted engine's)."""
-
-    def encode_plain(self, text: str) -> tuple[int, ...]:
-        return tuple(map(ord, text))
-
-    def decode_many(self, completions: Sequence[list[int]]) -> list[str]:
-        return ["".join(map(chr, ids)) for ids in completions]
-
-
-Texts = TextTokenizer | Characters  # how a policy's tokens become text and back
+STOP_TOKENS = 64  # of a greedy completion, between two looks for stop strings
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,7 @@ class Dialogue:
     """The terms of a lease, with the tool and the policy's tokenizer to carry them out."""
 
     terms: DialogueTerms
-    eos_token_id: int
+    ending: EndRule
     max_new_tokens: int
     tool: Tool = field(repr=False)
     texts: Texts = field(repr=False)
@@ -76,14 +65,13 @@ class Dialogue:
     def _walk(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int, tuple[int, ...] | None]]:
         """At each end of a turn: how many turns there are, the place after it, and the reply, which is passed over."""
         turns, at = list[Sequence[int]](), 0
-        while self.eos_token_id in token_ids[at:]:
-            end = token_ids.index(self.eos_token_id, at)
-            turns.append(token_ids[at:end])
+        while (count := self.ending.first(token_ids[at:])) is not None:
+            turns.append(self.ending.said(token_ids[at : at + count]))
             given = self.reply(turns)
-            yield len(turns), end + 1, given
+            yield len(turns), at + count, given
             if given is None:
                 return
-            at = end + 1 + len(given)
+            at += count + len(given)
 
     def respond(self, token_ids: Sequence[int]) -> tuple[int, ...] | None:
         """`GenerationRequest.respond`: the reply to a completion that has just come to the end of a turn."""
@@ -111,7 +99,7 @@ class Dialogue:
 class Line:
     """One completion that is being drawn: its tokens, what is still to be given, and what was.
 
-    >>> line = Line(lambda tokens: (7, 8) if len(tokens) == 2 else None, eos_token_id=1, max_new_tokens=9)
+    >>> line = Line(lambda tokens: (7, 8) if len(tokens) == 2 else None, EndRule((1,)), max_new_tokens=9)
     >>> [line.take(5), line.take(1), line.take(line.forced), line.take(line.forced), line.take(1)]
     [True, True, True, True, False]
     >>> line.given, line.finish
@@ -119,7 +107,7 @@ class Line:
     """
 
     respond: Respond
-    eos_token_id: int
+    ending: EndRule
     max_new_tokens: int
     vocabulary: int = sys.maxsize
     tokens: list[int] = field(default_factory=list)
@@ -127,10 +115,17 @@ class Line:
     finish: Finish = "length"
     _queue: deque[int] = field(default_factory=deque)
 
+    def __post_init__(self) -> None:
+        self._reader = EndReader(self.ending)
+
     @classmethod
     def of(cls, request: GenerationRequest, vocabulary: int) -> Line:
-        sampling = request.sampling
-        return cls(request.respond or (lambda _: None), sampling.eos_token_id, sampling.max_new_tokens, vocabulary)
+        sampling, prompt = request.sampling, request.prompt_ids
+        ending = EndRule.of(sampling, request.decode)
+        line = cls(request.respond or (lambda _: None), ending, sampling.max_new_tokens, vocabulary)
+        for token in prompt[len(prompt) - request.begun :]:
+            line._reader.take(token)
+        return line
 
     @property
     def forced(self) -> int | None:
@@ -142,8 +137,8 @@ class Line:
         self.tokens.append(token)
         if self._queue:
             self._queue.popleft()
-        elif token == self.eos_token_id:
-            given = self.respond(self.tokens)
+        elif self._reader.take(token):
+            given, self._reader = self.respond(self.tokens), EndReader(self.ending)
             if given and (min(given) < 0 or max(given) >= self.vocabulary):
                 raise ValueError(f"a token is outside the vocabulary of {self.vocabulary}")
             self.finish = self.finish if given else "eos"
@@ -152,6 +147,16 @@ class Line:
             self.given.append((len(self.tokens), len(given)))
             self._queue.extend(given)
         return len(self.tokens) < self.max_new_tokens
+
+    def extend(self, token_ids: list[int], is_over: bool) -> bool:
+        """Take tokens that were drawn up to an end-of-sequence token or the limit (`is_over`), of no dialogue. What
+        follows a stop string is left out. Whether the completion ends."""
+        if self.ending.stop:
+            return not all(self.take(token) for token in token_ids)
+        self.tokens += token_ids
+        if is_over and self.tokens[-1] in self.ending.eos_token_ids:
+            self.finish = "eos"
+        return is_over
 
 
 def dialogue_for(lease: Lease, files: Mapping[str, bytes]) -> Dialogue | None:
@@ -165,17 +170,8 @@ def dialogue_for(lease: Lease, files: Mapping[str, bytes]) -> Dialogue | None:
             f"the run's environment answers with the tool {lease.dialogue.tool!a}, which this shoal does not have "
             f"(it has {', '.join(sorted(TOOLS))}): upgrade it with: {UPGRADE}"
         )
-    return Dialogue(lease.dialogue, sampling.eos_token_id, sampling.max_new_tokens, tool, texts_of(files))
-
-
-def texts_of(files: Mapping[str, bytes]) -> Texts:
-    """A policy's tokenizer, kept: versions share it, and it takes long to load."""
-    return _texts(tuple(sorted(files.items())))
-
-
-@lru_cache(maxsize=2)
-def _texts(files: tuple[tuple[str, bytes], ...]) -> Texts:
-    return TextTokenizer(dict(files)) if "tokenizer.json" in dict(files) else Characters()
+    ending = EndRule.of(sampling, decoding(sampling, files))
+    return Dialogue(lease.dialogue, ending, sampling.max_new_tokens, tool, texts_of(files))
 
 
 class Talks:
@@ -183,6 +179,7 @@ class Talks:
 
     def __init__(self, environment: Environment, files: Mapping[str, bytes], sampling: SamplingParameters) -> None:
         self._environment, self._files, self._sampling = environment, files, sampling
+        self.decode = decoding(sampling, files)
         self._frame: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         if has_dialogues(environment) and "tokenizer.json" in files:
             self._frame = PromptEncoder(files, **prompt_settings_of(environment).model_dump()).frame()
@@ -196,31 +193,40 @@ class Talks:
         if rule is None:
             return None
         terms = DialogueTerms(tool=rule.tool, max_turns=rule.max_turns, before=before, after=after)
-        sampling = self._sampling
-        return Dialogue(terms, sampling.eos_token_id, sampling.max_new_tokens, TOOLS[rule.tool], texts_of(self._files))
+        ending, longest = EndRule.of(self._sampling, self.decode), self._sampling.max_new_tokens
+        return Dialogue(terms, ending, longest, TOOLS[rule.tool], texts_of(self._files))
 
 
 def greedy_answers(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], talks: Sequence[Dialogue | None], sampling: SamplingParameters
+    engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    talks: Sequence[Dialogue | None],
+    sampling: SamplingParameters,
+    decode: Decode | None = None,
 ) -> list[list[int]]:
-    """Of each greedy completion what the model says last, without the end-of-sequence token."""
-    lines = greedy_lines(engine, prompts, talks, sampling)
+    """Of each greedy completion what the model says last, without an end-of-sequence token."""
+    lines = greedy_lines(engine, prompts, talks, sampling, decode)
     last = [line.tokens[sum(line.given[-1]) if line.given else 0 :] for line in lines]
-    return [turn[:-1] if turn[-1:] == [sampling.eos_token_id] else turn for turn in last]
+    return [list(EndRule.of(sampling, decode).said(turn)) for turn in last]
 
 
 def greedy_lines(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], talks: Sequence[Dialogue | None], sampling: SamplingParameters
+    engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    talks: Sequence[Dialogue | None],
+    sampling: SamplingParameters,
+    decode: Decode | None = None,
 ) -> list[Line]:
     """The most probable token at every step, whatever the temperature: whole completions, with how they ended. Turn by
-    turn: engines decode greedily to the first end-of-sequence token, so what was said is put in front."""
-    eos, limit = sampling.eos_token_id, sampling.max_new_tokens
-    lines = [Line(talk.respond if talk else lambda _tokens: None, eos, limit) for talk in talks]
+    turn: engines decode greedily to the first end-of-sequence token, so what was said is put in front. Where
+    stop strings may end it before, some tokens at a time."""
+    ending, limit = EndRule.of(sampling, decode), sampling.max_new_tokens
+    lines = [Line(talk.respond if talk else lambda _tokens: None, ending, limit) for talk in talks]
     unfinished = list(range(len(lines)))
     while unfinished:
         asked = [(*prompts[n], *lines[n].tokens) for n in unfinished]
-        room = limit - min(len(lines[n].tokens) for n in unfinished)
-        pairs = zip(unfinished, engine.greedy(asked, room, eos), strict=True)
+        room = min(limit - min(len(lines[n].tokens) for n in unfinished), STOP_TOKENS if ending.stop else limit)
+        pairs = zip(unfinished, engine.greedy(asked, room, ending.eos_token_ids), strict=True)
         unfinished = [n for n, turn in pairs if all(lines[n].take(token) for token in turn.tolist())]
         for line in (lines[n] for n in unfinished):  # what is said to the turn
             while line.forced is not None:

@@ -9,6 +9,7 @@ from shoal.engines.dialogue import dialogue_for
 from shoal.engines.protocol import Completion, GenerationRequest, OnChunks
 from shoal.engines.shelf import LoadedPolicy
 from shoal.errors import ProtocolError, ResourceError
+from shoal.models.ending import decoding
 from shoal.protocol import SUBMISSION_FORMAT, Lease, Rollout, Submission, pack_logprobs, pack_spans, pack_tokens
 
 
@@ -35,7 +36,8 @@ def generate(
                 on_own = on_chunks(lease) if on_chunks is not None else None
                 talk = dialogue_for(lease, loaded.files)
                 respond = None if talk is None else talk.respond
-                requests.append(GenerationRequest(*terms, heard, on_own, respond, check=check))
+                decode = decoding(lease.sampling, loaded.files)
+                requests.append(GenerationRequest(*terms, heard, on_own, respond, check=check, decode=decode))
             drawn = loaded.engine.generate(requests, proof if proves else None)
             groups.update(zip((lease.lease for lease in alike), drawn, strict=True))
         return [groups[lease.lease] for lease in leases]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
+from shoal.models.ending import Decode
 from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters, Spans, TensorView
 from shoal.shardcast import ChangedValues
 
@@ -47,9 +48,9 @@ class GenerationRequest:
     raises, the call ends, nothing of any group is kept, and the engine is as before. `check` may raise in the same way:
     it is called after every token on a processor, after every window of steps on a GPU. `on_chunks` is told in the same
     way of finished chunks, if proofs are asked for; what it does not ask for within the call is not computed. `respond`
-    is asked at every end-of-sequence token whether the completion is finished; what it gives instead is fed to the
+    is asked at every end (`models.ending`) whether the completion is finished; what it gives instead is fed to the
     model, not drawn (`dialogue`). `begun` tokens at the end of the prompt are the first of the completion: the uniforms
-    begin at that position."""
+    begin at that position. Stop strings need `decode`."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -59,6 +60,7 @@ class GenerationRequest:
     respond: Respond | None = field(default=None, compare=False, repr=False)
     begun: int = 0
     check: Callable[[], None] | None = field(default=None, compare=False, repr=False)
+    decode: Decode | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -72,7 +74,7 @@ def checks_of(requests: Sequence[GenerationRequest]) -> list[Callable[[], None]]
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What one seed gave. `token_ids` (int32) ends with the end-of-sequence token if `finish` is "eos". `logprobs`
+    """What one seed gave. `token_ids` (int32) ends with its end (`models.ending`) if `finish` is "eos". `logprobs`
     (float32) are those of softmax(logits / T). `proofs`, if asked for, are its TOPLOC proofs back to back: one for
     every `rows` tokens, the last may be of fewer. `given` are the spans (start, length) that were not drawn: their
     log-probabilities are 0, and the uniforms of their positions are left out. Without any, one that is cut off
@@ -151,8 +153,10 @@ class Engine(Protocol):
     def prefill(self, requests: Sequence[PrefillRequest], proof: ProofParameters | None = None) -> list[Prefill]:
         """One result per request, in order; with points if `proof` gives their size."""
 
-    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
-        """The most probable token at every step, up to and including the end-of-sequence token: for evaluation."""
+    def greedy(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_ids: Sequence[int]
+    ) -> list[TokenIds]:
+        """The most probable token at every step, up to and including one of these: for evaluation."""
 
 
 @runtime_checkable

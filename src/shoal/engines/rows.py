@@ -93,9 +93,11 @@ class DrawingEngine(ABC):
     def generate(self, requests: Sequence[GenerationRequest], proof: ProofParameters | None = None) -> Groups:
         return self._drawn(requests, proof, False)
 
-    def greedy(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_id: int) -> list[TokenIds]:
-        sampling = SamplingParameters.model_construct(  # not checked: an eos of -1 means that nothing ends a completion
-            temperature=1.0, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id
+    def greedy(
+        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, eos_token_ids: Sequence[int]
+    ) -> list[TokenIds]:
+        sampling = SamplingParameters.model_construct(  # not checked: there may be no end token
+            temperature=1.0, max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids)
         )
         requests = [GenerationRequest(prompt, (0,), sampling) for prompt in prompts]
         return [group[0].token_ids for group in self._drawn(requests, None, True)]

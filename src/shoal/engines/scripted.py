@@ -34,7 +34,8 @@ class ScriptedEngine(DrawingEngine):
     def __init__(self, files: Mapping[str, bytes] | None = None) -> None:
         config = read_config(files) if files and "config.json" in files else {}
         self.vocabulary_size = int(config.get("vocab_size") or DEFAULT_VOCABULARY)
-        self._eos_token_id = int(config.get("eos_token_id") or DEFAULT_EOS)
+        named = config.get("eos_token_id") or DEFAULT_EOS
+        self._eos_token_id = int(named[0] if isinstance(named, list) else named)
         self.policy: PolicyRef | None = None
         self.size_bytes = 0
         self._digest = b""

@@ -65,6 +65,11 @@ class EngineShelf:
         self._loaded[ref] = LoadedPolicy(ref, self._load(files, payload), files)
         return self._loaded[ref]
 
+    def clear(self) -> None:
+        """Give all engines up, and their memory back."""
+        self._loaded.clear()
+        release_memory()
+
     def _load(self, files: Mapping[str, bytes], payload: Payload) -> Engine:
         """An engine with the payload loaded. If memory does not suffice, fewer engines are held from now on."""
         while True:

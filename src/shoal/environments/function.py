@@ -41,7 +41,8 @@ from shoal.runtime.extensions import load_file
 
 TASK_KEYS = frozenset({"id", "prompt", "answer", "split"})
 SCORE_KEYS = frozenset({"value", "parts", "notes"})
-NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})  # TRL passes these in other ways, or not at all
+TOKENS = "completion_ids"
+NOT_COLUMNS = frozenset({"prompt", "completion", TOKENS})  # TRL passes these in other ways
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
@@ -97,10 +98,14 @@ class FunctionEnvironment:
     def columns(self, task_id: str) -> Mapping[str, Any]:
         return self._rows[task_id].columns
 
-    def score(self, task: Task, completion: str) -> Score:
+    @property
+    def reads_tokens(self) -> bool:
+        return self._rewards is not None and self._rewards.reads_tokens
+
+    def score(self, task: Task, completion: str, token_ids: Sequence[int] | None = None) -> Score:
         """The file's score. An exception is a failure of the machinery: unscored, never reward 0."""
         if self._rewards is not None:
-            return self._rewards.score(self._rows[task.id], completion)
+            return self._rewards.score(self._rows[task.id], completion, token_ids)
         given = (task, completion) if self._parameters == 2 else (task.prompt, completion, task.answer)
         try:
             assert self._score is not None
@@ -160,28 +165,34 @@ class RewardFunctions:
         if len(self._weights) != len(named):
             found = f"{len(self._weights)} reward_weights for {len(named)} reward functions ({', '.join(named)})"
             raise EnvironmentSetupError(f"{file} has {found}: give one for each")
-        passed = {"prompts", "completions", *columns}
+        passed = {"prompts", "completions", TOKENS, *columns}
+        self.reads_tokens = False
         for name, function in named.items():
             parameters = inspect.signature(function).parameters.values()
+            self.reads_tokens |= any(each.name == TOKENS for each in parameters)
             needed = {each.name for each in parameters if each.default is each.empty and each.kind not in VARIADIC}
             if protocol.is_reserved(name):
                 raise EnvironmentSetupError(
                     f"{name}() in {file}: {protocol.RESERVED_NAMES} are shoal's own parts: rename"
                 )
             if missing := sorted(needed - passed):
-                why = "a reward follows from the task's columns and the completion's text alone"
+                why = "a reward follows from the task's columns and the completion alone"
                 have = f"it can have {', '.join(sorted(passed))}"
                 raise EnvironmentSetupError(f"{name}() in {file} asks for {', '.join(missing)}: {why}; {have}")
 
-    def score(self, row: RewardRow, completion: str) -> Score:
-        values = self._values(row, completion)
+    def score(self, row: RewardRow, completion: str, token_ids: Sequence[int] | None) -> Score:
+        """`token_ids` go to functions that name `completion_ids`, and to no others."""
+        if self.reads_tokens and token_ids is None:
+            raise ScoringFailure(f"a function in {self._file} asks for completion_ids; only the text is known here")
+        values = self._values(row, completion, list(token_ids or ()))
         parts = {name: value for name, value in values.items() if value is not None}
         total = sum(weight * parts[name] for name, weight in zip(values, self._weights, strict=True) if name in parts)
         return Score(float(total), parts, "" if parts else "no reward function applies")
 
-    def _values(self, row: RewardRow, completion: str) -> dict[str, float | None]:
+    def _values(self, row: RewardRow, completion: str, token_ids: list[int]) -> dict[str, float | None]:
         is_chat = row.messages is not None
         lists = {name: [row.columns.get(name)] for name in self._columns}
+        lists[TOKENS] = [token_ids]
         lists["prompts"] = [row.messages if is_chat else row.task.prompt]
         lists["completions"] = [[{"role": "assistant", "content": completion}] if is_chat else completion]
         task = row.task
@@ -189,7 +200,9 @@ class RewardFunctions:
         for name, function in self._named.items():
             taken = inspect.signature(function).parameters
             takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
-            given = {key: deepcopy(value) for key, value in lists.items() if takes_all or key in taken}
+            given = {
+                key: deepcopy(value) for key, value in lists.items() if key in taken or (takes_all and key != TOKENS)
+            }
             try:
                 found[name] = function(**given)
                 if inspect.isawaitable(found[name]):
@@ -225,7 +238,7 @@ async def _together(waiting: Sequence[Any]) -> list[Any]:
 
 def _reward_functions(module: ModuleType, file: Path) -> dict[str, Any]:
     """TRL's reward functions of a file by name: `reward_funcs`, or every public function of it that takes
-    `completions`. A file with a `score` of shoal's form has none."""
+    `completions` or `completion_ids`. A file with a `score` of shoal's form has none."""
     listed, score = getattr(module, "reward_funcs", None), getattr(module, "score", None)
     functions = list(listed) if isinstance(listed, list | tuple) else [] if listed is None else [listed]
     is_own = callable(score) and not _takes_completions(score)
@@ -241,7 +254,7 @@ def _reward_functions(module: ModuleType, file: Path) -> dict[str, Any]:
 
 
 def _takes_completions(function: Any) -> bool:
-    return "completions" in inspect.signature(function).parameters
+    return not {"completions", TOKENS}.isdisjoint(inspect.signature(function).parameters)
 
 
 def _own_score(module: ModuleType, file: Path) -> tuple[Callable[..., Any], int]:
@@ -259,7 +272,7 @@ def _own_score(module: ModuleType, file: Path) -> tuple[Callable[..., Any], int]
 def _dialogue_rule(module: ModuleType, file: Path) -> DialogueRule | None:
     tool, max_turns = getattr(module, "tool", None), getattr(module, "max_turns", protocol.DEFAULT_TURNS)
     if (tool is not None and not isinstance(tool, str)) or isinstance(getattr(module, "tools", None), list | tuple):
-        why = "tools run on the machines of contributors, which run no code of others"
+        why = "tools run on workers, which run no code of others, trusted ones neither"
         names = ", ".join(sorted(TOOLS))
         remedy = f'name a built-in one (tool = "{names}"), add yours to shoal (CONTRIBUTING.md), or rename it'
         raise EnvironmentSetupError(f"{file} defines a tool of its own, which is not possible: {why}; {remedy}")

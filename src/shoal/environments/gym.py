@@ -354,8 +354,8 @@ MOST_POWERS_OF_NUMBERS = 64
 
 
 def checked_expression(text: str) -> str:
-    """The text itself, if it consists of numbers, one-letter names, `+ - * / **`, brackets and known functions, without
-    large exponents of numbers; else a `ValueError`."""
+    """The text, if it has only numbers, one-letter names, `+ - * / **`, brackets, known functions and small exponents
+    of numbers; else a `ValueError`."""
     if len(text) > MOST_CHARACTERS or not text.isascii() or "_" in text:
         raise ValueError("not an expression of numbers and letters")
     try:

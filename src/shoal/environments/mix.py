@@ -115,9 +115,13 @@ class MixedEnvironment:
         part, inner = self.part(task_id)
         return part.labelled(part.environment.task(inner))
 
-    def score(self, task: Task, completion: str) -> Score:
+    @property
+    def reads_tokens(self) -> bool:
+        return any(protocol.reads_tokens(part.environment) for part in self.parts)
+
+    def score(self, task: Task, completion: str, token_ids: Sequence[int] | None = None) -> Score:
         part, inner = self.part(task.id)
-        score = part.environment.score(replace(task, id=inner), completion)
+        score = protocol.score_of(part.environment, replace(task, id=inner), completion, token_ids)
         return replace(score, parts={**score.parts, part.label: score.value})
 
     def prepare(self) -> None:
@@ -223,8 +227,7 @@ def dialogue_of(environment: Environment, task: Task) -> DialogueRule | None:
 
 
 def columns_of(environment: Environment, task_id: str) -> dict[str, Any]:
-    """What the row of a task has beside its prompt, if its environment has rows: values that a message can hold, none
-    of more than `MOST_COLUMN_BYTES`."""
+    """The other columns of a task's row: values that a message can hold, up to `MOST_COLUMN_BYTES` each."""
     inner, found = inner_of(environment), dict[str, Any]()
     if isinstance(inner, MixedEnvironment):
         part, name = inner.part(task_id)

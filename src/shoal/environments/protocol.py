@@ -123,6 +123,34 @@ class Demanding(Protocol):
     def prepare(self) -> None: ...  # an `EnvironmentSetupError` says what is missing
 
 
+@runtime_checkable
+class TokenEnvironment(Environment, Protocol):
+    """An environment whose score may need the completion's tokens: then `reads_tokens`, and `score` takes them too."""
+
+    @property
+    def reads_tokens(self) -> bool: ...
+
+    def score(self, task: Task, completion: str, token_ids: Sequence[int] | None = None) -> Score: ...
+
+
+def reads_tokens(environment: Environment) -> bool:
+    return isinstance(environment, TokenEnvironment) and environment.reads_tokens
+
+
+def score_of(environment: Environment, task: Task, completion: str, token_ids: Sequence[int] | None) -> Score:
+    """The score of a completion, by its tokens too if the environment wants them (None: they are not known)."""
+    if isinstance(environment, TokenEnvironment) and environment.reads_tokens:
+        return environment.score(task, completion, token_ids)
+    return environment.score(task, completion)
+
+
+def refuse_tokens(environment: Environment, command: str) -> None:
+    """Raise `EnvironmentSetupError` where texts are scored whose tokens are not known."""
+    if reads_tokens(environment):
+        why = "a reward function asks for completion_ids, the tokens that a model drew"
+        raise EnvironmentSetupError(f"{command} scores texts, and {why}: leave that function out of the file for this")
+
+
 def require_scoring(scoring: object) -> None:
     """Raise `EnvironmentSetupError` at the start if this machine lacks what scoring needs."""
     if isinstance(scoring, Demanding):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from shoal.environments.protocol import Environment, Score, Split, Task, require_scoring
+from shoal.environments.protocol import Environment, Score, Split, Task, reads_tokens, require_scoring, score_of
 from shoal.errors import EnvironmentSetupError
 from shoal.runtime import hf
 
@@ -168,8 +168,12 @@ class Composed:
     def task(self, task_id: str) -> Task:
         return self.inner.task(task_id)
 
-    def score(self, task: Task, completion: str) -> Score:
-        return self.inner.score(task, self.prompt.thinking + completion)
+    @property
+    def reads_tokens(self) -> bool:
+        return reads_tokens(self.inner)
+
+    def score(self, task: Task, completion: str, token_ids: Sequence[int] | None = None) -> Score:
+        return score_of(self.inner, task, self.prompt.thinking + completion, token_ids)
 
     def prepare(self) -> None:
         require_scoring(self.inner)

@@ -31,7 +31,7 @@ from shoal.engines.asking import Asking, CannotBeAsked
 from shoal.engines.dialogue import Talks, greedy_lines
 from shoal.environments import Environment, EnvironmentSettings, Score, Task, budget_of, identity_of
 from shoal.environments.mix import part_of
-from shoal.environments.protocol import prompt_digest
+from shoal.environments.protocol import prompt_digest, reads_tokens
 from shoal.errors import ConfigError, DeadlineExceeded, EnvironmentSetupError, ModelError, ScoringFailure, UnusableTask
 from shoal.evaluation import records as kept
 from shoal.evaluation.plan import SamplingPlan, as_asked, length_target, sample_seed, tasks_of
@@ -98,7 +98,7 @@ class Sampler:
         self._tokenizer = self._asking.encoder.tokenizer
         self._sampling = SamplingParameters(
             temperature=plan.temperature or 1.0,  # greedy decoding ignores it
-            max_new_tokens=plan.max_new_tokens, eos_token_id=self._tokenizer.eos_token_id,
+            max_new_tokens=plan.max_new_tokens, eos_token_ids=self._tokenizer.eos_token_ids, stop=plan.stop,
         )  # fmt: skip
         self._talks = Talks(environment, subject.files, self._sampling)
 
@@ -124,7 +124,8 @@ class Sampler:
                 drawn = self._sample(list(asked.values()))
             else:  # as validators and the trainer answer held-out tasks
                 talks = [self._talks.of(task) for task, _ in asked.values()]
-                lines = greedy_lines(self._engine, [ids for _, ids in asked.values()], talks, self._sampling)
+                prompts, sampling, decode = [ids for _, ids in asked.values()], self._sampling, self._talks.decode
+                lines = greedy_lines(self._engine, prompts, talks, sampling, decode)
                 drawn = [[self._record(line.tokens, line.finish, line.given)] for line in lines]
         for place, samples in zip(asked, drawn, strict=True):
             records[place] = replace(records[place], samples=tuple(samples))
@@ -137,7 +138,9 @@ class Sampler:
             seeds = tuple(sample_seed(plan.seed, task.id, sample) for sample in range(plan.samples))
             for start in range(0, len(seeds), plan.rows):  # an engine decodes all rows of a request at once
                 some, respond = seeds[start : start + plan.rows], None if talk is None else talk.respond
-                requests.append(GenerationRequest(ids, some, self._sampling, respond=respond))
+                requests.append(
+                    GenerationRequest(ids, some, self._sampling, respond=respond, decode=self._talks.decode)
+                )
                 owners.append(owner)
         found: list[list[SampleRecord]] = [[] for _ in asked]
         for owner, group in zip(owners, self._engine.generate(requests), strict=True):
@@ -146,15 +149,16 @@ class Sampler:
 
     def _record(self, ids: list[int], finish: str, given: Sequence[tuple[int, int]]) -> SampleRecord:
         """A sample without a score: its text (of a dialogue, the last turn), and its tokens without end-of-sequence."""
-        ended = ids[-1:] == [self._tokenizer.eos_token_id]
+        ended = len(ids) > 0 and ids[-1] in self._tokenizer.eos_token_ids
         drawn = len(ids) - sum(length for _, length in given) - ended
         last = sum(given[-1]) if given else 0
-        return SampleRecord(None, drawn, finish, text=self._tokenizer.decode(ids[last:]))
+        said = tuple(ids[last : len(ids) - ended]) if reads_tokens(self._environment) else None
+        return SampleRecord(None, drawn, finish, text=self._tokenizer.decode(ids[last:]), token_ids=said)
 
 
 def scored(chosen: ChosenTasks, scorer: Scorer, drawn: Sequence[TaskRecord]) -> list[TaskRecord]:
     budget, failures = budget_of(chosen.environment), list[str]()
-    jobs = [Job(record.task, sample.text) for record in drawn for sample in record.samples]
+    jobs = [Job(record.task, sample.text, sample.token_ids) for record in drawn for sample in record.samples]
     scores = iter(score_all(scorer.scores, jobs))
 
     def sample_of(record: TaskRecord, sample: SampleRecord, score: Score | ScoringFailure) -> SampleRecord:
@@ -298,6 +302,9 @@ def rescore(
 
 def _refuse_other_prompts(chosen: ChosenTasks, drawn: Sequence[TaskRecord]) -> None:
     for record in drawn:
+        if reads_tokens(chosen.environment) and any(sample.token_ids is None for sample in record.samples):
+            why = "a reward function asks for completion_ids now, and these completions were stored without"
+            raise ConfigError(f"{why}: evaluate again")
         try:
             task = chosen.environment.task(record.task) if record.samples else None
         except EnvironmentSetupError as error:

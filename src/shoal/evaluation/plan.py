@@ -15,6 +15,7 @@ from shoal.environments.mix import MixedEnvironment
 from shoal.environments.protocol import UNUSABLE, LazyTasks, task_digest, task_digests
 from shoal.environments.settings import inner_of
 from shoal.errors import ConfigError, LeakFound
+from shoal.protocol.lease import stop_problem
 from shoal.sampling import uniforms
 
 Part = Literal["held_out", "train", "all"]
@@ -36,10 +37,13 @@ class SamplingPlan:
     seed: int = 0
     split: Part = "held_out"
     batch_rows: int = 256
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MAX_SAMPLES:
             raise ConfigError(f"--samples {self.samples}: give 1 to {MAX_SAMPLES} samples per task")
+        if problem := stop_problem(self.stop):
+            raise ConfigError(f"--stop: {problem}")
         if not 0 <= self.temperature <= 10:
             raise ConfigError(f"--temperature {self.temperature:g}: give 0 (greedy) to 10")
         if self.temperature == 0 and self.samples > 1:

@@ -37,6 +37,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
     finish: str
     parts: dict[str, float] = {}
     text: str = ""
+    token_ids: tuple[int, ...] | None = None  # those of the text, if the environment reads them
 
 
 class TaskRecord(msgspec.Struct, frozen=True):

@@ -5,12 +5,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from shoal.environments import Environment, Task
 from shoal.hub.state.rows import EvaluationPlan, PoolRules, Rules
 from shoal.protocol import BodyLimits, ModelSize, SignedDocument, SigningKey
-from shoal.protocol.lease import DEFAULT_PROFILE, MAX_GROUP, MAX_NEW_TOKENS, ProofParameters, SamplingParameters
+from shoal.protocol.lease import (
+    DEFAULT_PROFILE,
+    MAX_GROUP,
+    MAX_NEW_TOKENS,
+    ProofParameters,
+    SamplingParameters,
+    stop_problem,
+)
 from shoal.protocol.node import LINK_MBIT
 from shoal.runtime.sizing import DERIVED, RunSize, settle
 
@@ -35,6 +42,7 @@ class RunSettings(BaseModel, frozen=True, extra="forbid"):
     max_staleness: int = Field(1, ge=0, le=64, description="how many versions old a group may be; 0 is synchronous")
     temperature: float = Field(1.0, gt=0, le=10, description="sampling temperature")
     max_new_tokens: int = Field(16, ge=1, le=MAX_NEW_TOKENS, description="longest completion, in tokens")
+    stop: tuple[str, ...] = Field((), description="texts that end a completion, such as </answer>; at most 8")
 
     @model_validator(mode="before")
     @classmethod
@@ -46,6 +54,15 @@ class RunSettings(BaseModel, frozen=True, extra="forbid"):
                     "use run.temperature"
                 )
         return values
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stops(cls, given: Any) -> Any:
+        stop = tuple(given) if isinstance(given, list) else given  # strict: behind the validator above, a list is one
+        texts = isinstance(stop, tuple) and all(isinstance(each, str) for each in stop)
+        if texts and (problem := stop_problem(stop)):
+            raise ValueError(problem)
+        return stop
 
 
 class HubSettings(BaseModel, frozen=True, extra="forbid"):
@@ -71,6 +88,9 @@ class HubSettings(BaseModel, frozen=True, extra="forbid"):
         "all", description="what is checked fully before it is trained on; reputation: long-proven nodes by sample")
     newcomer_share: float = Field(
         0.25, ge=0, le=1, description="most of the units, and of the tokens audited, for nodes on probation together")
+    trusted_audit: float = Field(
+        0.05, gt=0, le=1, description="part of the trusted workers' groups (`shoal admin add-worker`) that is checked "
+        "fully; the rest earns nothing")
     refill_cap: int = Field(4, ge=0, description="lost groups refilled per step, in multiples of groups_per_step")
     drop_equal: Literal["task", "total"] = Field(
         "task", description="rewards that make a group useless if all of it have the same: the task's, or the total")
@@ -96,7 +116,7 @@ class HubConfig:
     settings: HubSettings
     environment: Environment
     encode: Callable[[Task], Sequence[int]]
-    eos_token_id: int
+    eos_token_ids: tuple[int, ...]
     key: SigningKey
     root_key: str
     certificates: tuple[SignedDocument, ...] = ()
@@ -124,7 +144,7 @@ class HubConfig:
             leases_per_node=settings.leases_per_node, lease_ms=round(chosen.lease_s * 1000),
             audit_ms=round((self.audit_s or chosen.audit_s) * 1000), audit=settings.audit,
             drop_equal=settings.drop_equal, newcomer_share=settings.newcomer_share,
-            credit_window_ms=round(self.credit_window_s * 1000),
+            trusted_audit=settings.trusted_audit, credit_window_ms=round(self.credit_window_s * 1000),
             lease_hard_ms=round(max(chosen.lease_s, chosen.lease_hard_s) * 1000), proof_rows=self.proof.rows,
             pools=self.pools, evaluation=self.evaluation,
         )  # fmt: skip
@@ -140,5 +160,8 @@ class HubConfig:
     @property
     def sampling(self) -> SamplingParameters:
         return SamplingParameters(
-            temperature=self.run.temperature, max_new_tokens=self.run.max_new_tokens, eos_token_id=self.eos_token_id
+            temperature=self.run.temperature,
+            max_new_tokens=self.run.max_new_tokens,
+            eos_token_ids=self.eos_token_ids,
+            stop=self.run.stop,
         )

@@ -160,9 +160,9 @@ class Proofs:
             if verdict.outcome is not Outcome.ACCEPTED or verdict.generated_tokens != body["tokens"]:
                 signed = f"the signed verdict is {verdict.outcome.value} with {verdict.generated_tokens} tokens"
                 raise ValueError(f"{signed}; the row has {body['tokens']}")
-            if verdict.depth not in self._depths:
-                paid = " or ".join(self._depths)
-                raise ValueError(f"the verdict is of a {verdict.depth} audit; this run pays for {paid}")
+            paid = ("full",) if self._nodes[body["node"]] == "trusted" else self._depths
+            if verdict.depth not in paid:
+                raise ValueError(f"the verdict is of a {verdict.depth} audit; this run pays for {' or '.join(paid)}")
             if len(verdict.rewards) != self._group_size:
                 raise ValueError(f"the verdict has {len(verdict.rewards)} rewards for a group of {self._group_size}")
 
@@ -207,7 +207,10 @@ class Proofs:
         body = entry.body
         if self._failed.get(body["submission"]) != body["node"]:
             raise ValueError("the audit that it names did not fail, or was of another node")
-        for unit in body["units"]:
+        unpaid = body.get("unpaid", [])
+        if unpaid and (self._nodes[body["node"]] != "trusted" or not self._earned.isdisjoint(unpaid)):
+            raise ValueError(f"units {unpaid} are not unpaid: they have earned, or the node is no trusted worker")
+        for unit in (each for each in body["units"] if each not in unpaid):
             if self._void.pop(unit, None) != body["node"]:
                 raise ValueError(f"unit {unit} has no void credit of this node: final credit stays")
             self._earned.remove(unit)
@@ -216,7 +219,7 @@ class Proofs:
         _require(entry.body["node"] in self._nodes, "the node is not in the ledger")
 
     def _require_worker(self, body: dict[str, Any]) -> None:
-        is_worker = self._nodes.get(body["node"]) == "worker"
+        is_worker = self._nodes.get(body["node"]) in ("worker", "trusted")
         _require(is_worker, f"node {str(body['node'])[:64]} is not registered in the ledger as a worker")
 
 

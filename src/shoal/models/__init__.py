@@ -3,6 +3,7 @@
     folder     model_folder, read_files, check_weights, as_numpy: find, read and check a Hugging Face folder (no torch)
     tokenizer  TextTokenizer: text to ids and back, from tokenizer.json alone (no torch)
     prompts    PromptEncoder: a task as a prompt, by the model's chat template if it has one (no torch)
+    ending     EndRule: where a completion ends, by its tokens and by stop strings in its text (no torch)
     state      policy_state, apply_state, to_torch, to_view: a model's weights by name, tied ones once
     locked     transformers without its ways to run a model's code or to access a hub
     load       LoadedModel, load_model, model_from_files: a causal language model from a folder or from its files
@@ -14,7 +15,7 @@
 The package itself imports without torch; `state`, `locked`, `load`, `logprobs`, `packed` and `head_kernels` need it.
 """
 
-from shoal.models.folder import BUILTIN, as_numpy, eos_token_id, from_numpy, model_folder, read_config, read_files
+from shoal.models.folder import BUILTIN, as_numpy, eos_token_ids, from_numpy, model_folder, read_config, read_files
 from shoal.models.prompts import PromptEncoder
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import TensorView

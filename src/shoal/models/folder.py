@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from shoal.errors import ModelError
 from shoal.protocol import ITEM_BYTES, Entry, ModelSize, TensorView
+from shoal.protocol.lease import MAX_END_TOKENS
 from shoal.runtime import hf  # before `locked`: it reads the user's own HF_HUB_OFFLINE
 
 if TYPE_CHECKING:
@@ -93,13 +94,23 @@ def read_config(files: Mapping[str, bytes], name: str = "config.json") -> dict[s
     return value
 
 
-def eos_token_id(files: Mapping[str, bytes]) -> int:
-    """The id of the end-of-sequence token: the generation configuration's if there is one, else the model's."""
+def eos_token_ids(files: Mapping[str, bytes]) -> tuple[int, ...]:
+    """All end-of-sequence tokens (chat models have several): the generation configuration's if it has any, else the
+    model's, else the tokenizer's."""
+    found = dict[str, Any]()
     for name in ("generation_config.json", "config.json"):
-        value = read_config(files, name).get("eos_token_id") if name in files else None
-        first = value[0] if isinstance(value, list) and value else value
-        if isinstance(first, int) and first >= 0:
-            return first
+        found[name] = read_config(files, name).get("eos_token_id") if name in files else None
+    if "tokenizer_config.json" in files and "tokenizer.json" in files:
+        named = read_config(files, "tokenizer_config.json").get("eos_token")
+        text, added = named.get("content") if isinstance(named, dict) else named, read_config(files, "tokenizer.json")
+        tokens = [each for each in added.get("added_tokens") or () if isinstance(each, dict)]
+        found["tokenizer.json"] = [each.get("id") for each in tokens if text and each.get("content") == text]
+    for name, value in found.items():
+        ids = tuple(dict.fromkeys(value if isinstance(value, list) else [value]))
+        if len(ids) > MAX_END_TOKENS:
+            raise ModelError(f"the model's {name} names {len(ids)} end-of-sequence tokens; at most {MAX_END_TOKENS}")
+        if ids and all(isinstance(each, int) and 0 <= each < 2**31 for each in ids):
+            return ids
     raise ModelError("the model names no end-of-sequence token (eos_token_id in config.json)")
 
 

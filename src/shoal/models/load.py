@@ -77,8 +77,8 @@ class LoadedModel:
     files: Mapping[str, bytes]
 
     @property
-    def eos_token_id(self) -> int:
-        return self.tokenizer.eos_token_id
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.tokenizer.eos_token_ids
 
 
 def load_model(name: str | Path, dtype: str = "float32", device: str = "cpu") -> LoadedModel:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shoal.errors import ModelError
@@ -84,14 +85,37 @@ class PromptEncoder:
         if self._template is None:
             after = self.tokenizer.encode("\n") + (self.tokenizer.encode(self._thinking) if self._thinking else ())
             return self.tokenizer.encode("\n"), after
+        between, after_text = self._around()
+        if between is None or after_text is None:
+            raise ModelError("the model's chat template leaves out earlier messages: it cannot be used for dialogues")
+        ended = next((text for text in self._ends() if between.startswith(text)), "")
+        return self.tokenizer.encode(between.removeprefix(ended)), self.tokenizer.encode(after_text)
+
+    @cached_property
+    def end_of_turn(self) -> int:
+        """The end-of-sequence token that the template puts after a turn of the model; the first one without any."""
+        try:
+            between = "" if self._template is None else (self._around()[0] or "").lstrip()
+        except ModelError:  # it takes one turn only
+            between = ""
+        return next(
+            (id_ for text, id_ in self._ends().items() if between.startswith(text)), self.tokenizer.eos_token_id
+        )
+
+    def _ends(self) -> dict[str, int]:
+        """The end-of-sequence tokens by their text, the longest first."""
+        ids = self.tokenizer.eos_token_ids  # of two, `decode` leaves one
+        texts = {text: id_ for id_ in reversed(ids) if (text := self.tokenizer.decode([id_, id_]))}
+        return dict(sorted(texts.items(), key=lambda each: -len(each[0])))
+
+    def _around(self) -> tuple[str | None, str | None]:
+        """What the template puts between a turn of the model and the user's next words, and after these; None where it
+        leaves them out."""
         turn, words = f"{OPENING}turn{CLOSING}", f"{OPENING}words{CLOSING}"
         text = self._with_thinking(self._render([("user", "?"), ("assistant", turn), ("user", words)]))
         _prompt, found, rest = text.partition(turn)
         between, found_too, after_text = rest.partition(words)
-        if not found or not found_too:
-            raise ModelError("the model's chat template leaves out earlier messages: it cannot be used for dialogues")
-        ended = self.tokenizer.decode([self.tokenizer.eos_token_id, self.tokenizer.eos_token_id])
-        return self.tokenizer.encode(between.removeprefix(ended)), self.tokenizer.encode(after_text)
+        return (between if found and found_too else None), (after_text if found and found_too else None)
 
     def _with_thinking(self, text: str) -> str:
         """The rendered text with the thinking prefix, unless the template adds it itself."""

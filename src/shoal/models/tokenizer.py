@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ModelError
-from shoal.models.folder import eos_token_id
+from shoal.models.folder import eos_token_ids
 
 if TYPE_CHECKING:
     pass
@@ -32,7 +32,12 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._plain: Tokenizer | None = None
-        self.eos_token_id = eos_token_id(files)
+        self.eos_token_ids = eos_token_ids(files)
+
+    @property
+    def eos_token_id(self) -> int:
+        """The first one: what a text is ended with by those who have no chat template to ask."""
+        return self.eos_token_ids[0]
 
     @property
     def vocabulary_size(self) -> int:
@@ -58,7 +63,7 @@ class TextTokenizer:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         ids = [int(token) for token in token_ids]
-        if ids and ids[-1] == self.eos_token_id:
+        if ids and ids[-1] in self.eos_token_ids:
             ids.pop()
         with _in_words("decode tokens"):
             text: str = self._tokenizer.decode(ids, skip_special_tokens=False)

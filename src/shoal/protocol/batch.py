@@ -10,6 +10,7 @@ from pydantic import Field, FiniteFloat, StringConstraints
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Message, Milliseconds
 from shoal.protocol.submission import Completed, PackedTokens, unpack_tokens
+from shoal.protocol.verdict import Depth
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,11 +21,14 @@ AlarmText = Annotated[str, StringConstraints(max_length=2000)]
 
 
 class BatchGroup(Message):
+    """`audit`: whether the group was checked fully, or lightly: then its node is believed that it computed it."""
+
     unit: int
     submission: str
     node: str
     policy: PolicyRef
     rewards: tuple[float, ...]
+    audit: Depth = "full"
 
 
 class Batch(Message):

@@ -1,6 +1,6 @@
 """Keys. A node is an Ed25519 key; its id is derived from the public half.
 
-    root ──signs──► role certificates (hub, trainer, validator)      one root per run, pinned in the join URL
+    root ──signs──► certificates (hub, trainer, validator, trusted)  one root per run, pinned in the join URL
     node ──signs──► its own requests                                  no certificate: anyone may join
     owner ─signs──► vouches for nodes                                 so credit of several machines adds up
 

@@ -7,6 +7,7 @@ Calibrations: how far honest work of each kind may deviate, measured by trusted 
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -25,14 +26,31 @@ MAX_PROMPT_TOKENS = 131_072
 MAX_NEW_TOKENS = 131_072
 MAX_LEASES_PER_REQUEST = 256
 MAX_HELD = 4096
+MAX_END_TOKENS = 16
+MAX_STOPS, MAX_STOP_LENGTH = 8, 64
+
+
+EndToken = Annotated[int, Field(ge=0, lt=2**31)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class SamplingParameters(Message):
-    """How tokens are drawn. Temperature only: top-p and top-k would bias the ratio that training relies on."""
+    """How tokens are drawn, and what ends a completion: any of `eos_token_ids`, or a text with any of the strings
+    `stop`. Temperature only: top-p and top-k would bias the ratio that training relies on."""
 
     temperature: float = Field(gt=0, le=10)
     max_new_tokens: int = Field(gt=0, le=MAX_NEW_TOKENS)
-    eos_token_id: int = Field(ge=0)
+    eos_token_ids: tuple[EndToken, ...] = Field(min_length=1, max_length=MAX_END_TOKENS)
+    stop: tuple[StopString, ...] = Field(default=(), max_length=MAX_STOPS)
+
+
+def stop_problem(stop: Sequence[str]) -> str:
+    """Why these cannot be stop strings; empty if they can."""
+    if len(stop) > MAX_STOPS:
+        return f"{len(stop)} stop strings are given; at most {MAX_STOPS} are allowed"
+    bad = next((each for each in stop if not 0 < len(each) <= MAX_STOP_LENGTH or "\ufffd" in each), None)
+    what = f"a stop string has 1 to {MAX_STOP_LENGTH} characters, none of them U+FFFD"
+    return "" if bad is None else f"{what}; {ascii(bad)[:80]} has {len(bad)}"
 
 
 class ProofParameters(Message):

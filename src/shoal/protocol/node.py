@@ -5,6 +5,7 @@ Both sides must speak the same `PROTOCOL_VERSION`: a hub learns a node's from it
 
     root key ──certifies──► admin key ──signs──► AdminAction        pause, drain, sanctions, relays
     root key ─────────────────────────signs──► AdminAction        these, and whom the run trusts
+    root key ──certifies──► trusted worker, until a date          checked by sample, not each group
 
 Every order is in the ledger and made once: its `id` is random, the hub remembers those of the last minutes, and refuses
 older ones by their date. So an intercepted one can only be delivered.
@@ -20,7 +21,7 @@ from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, PRINTABLE, ProofPara
 from shoal.protocol.policy import PolicyRef
 from shoal.protocol.signing import Document, Message, Milliseconds, PublicKey, SignedDocument, open_document
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 HEADER_PROTOCOL = "shoal-protocol"
 UPGRADE = "pip install -U shoal-rl"
 LINK_MBIT = 1000.0  # of the slowest machine, unless a recipe says so (hub.link_mbit)
@@ -36,7 +37,9 @@ def check_spoken(who: str, version: int) -> None:
         raise ProtocolError(f"the hub speaks protocol {hub}, the node speaks {node}: {remedy}")
 
 
-Role = Literal["hub", "trainer", "validator", "worker", "admin"]
+Role = Literal["hub", "trainer", "validator", "worker", "trusted", "admin"]
+"""`trusted`: a worker with a certificate of the root key, whose groups are checked by sample."""
+WORKERS: tuple[Role, ...] = ("worker", "trusted")
 Liveness = Literal["here", "silent", "gone"]
 Name = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
 """Of a counter or a lease, where a node says it: what it says is kept, so it is short."""
@@ -45,14 +48,19 @@ Url = Annotated[str, Field(max_length=2048)]
 NodeState = StrEnum("NodeState", "ACTIVE SUSPENDED BANNED")
 
 
+def titled(role: str) -> str:
+    return "trusted worker" if role == "trusted" else role
+
+
 class RoleCertificate(Document):
-    """The root key says: this key may act as this role in this run."""
+    """The root key says: this key may act as this role in this run; a trusted worker until `expires_at_ms`."""
 
     kind: ClassVar[str] = "role-certificate"
     run: str
     role: Role
     public_key: PublicKey
     issued_at_ms: Milliseconds
+    expires_at_ms: Milliseconds | None = None
 
 
 class Vouch(Document):

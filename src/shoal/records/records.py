@@ -43,6 +43,8 @@ class Wanted:
 
 
 class Records:
+    columns = NARROW
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._segments, self._read = Segments(folder), dict[Path, Any]()
@@ -87,6 +89,14 @@ class Records:
             place = table.filter(pc.and_(pc.equal(table["group"], each.group), pc.equal(table["sample"], each.sample)))
             rollouts += [next(iter(records_of(self._bulk(file, row)))) for file, row in _places(place)]
         return rollouts
+
+    def at(self, group: int, sample: int) -> list[RolloutRecord]:
+        """That rollout without texts and tokens, if it is there."""
+        import pyarrow.compute as pc
+
+        table = self.table()
+        found = table.filter(pc.and_(pc.equal(table["group"], group), pc.equal(table["sample"], sample)))
+        return list(records_of(found.select(NARROW)))
 
     def counts(self, column: str) -> dict[str, int]:
         import pyarrow.compute as pc

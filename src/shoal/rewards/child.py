@@ -19,6 +19,7 @@ from pathlib import Path
 
 from shoal.environments import Environment, EnvironmentSettings, build
 from shoal.environments.graders import GRADERS, TASK_TYPES, PatientGrader, grader
+from shoal.environments.protocol import score_of
 from shoal.environments.settings import inner_of
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.rewards import frames
@@ -76,20 +77,21 @@ def _serve(source: int, sink: int) -> None:
             if tried.kind not in kinds:
                 kinds.add(tried.kind)
                 for text in ("", tried.answer):
-                    environment.score(tried, text)
+                    score_of(environment, tried, text, tuple(text.encode()))  # tokens of some number
         except Exception as error:  # noqa: BLE001 - a real problem will occur again in a job
             print(f"while warming up: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
     write_message(sink, frames.Ready(inner_of(environment).digest, _limit_memory(setup.memory_bytes)))
     pid = os.getpid()
     while isinstance(work := read_message(source), frames.Jobs):
-        for task, completion in work.jobs:
-            answer = _answer(environment, task, frames.as_text(completion), setup.seconds, sink)
+        for job in work.jobs:
+            answer = _answer(environment, job, setup.seconds, sink)
             if os.getpid() != pid:
                 os._exit(0)  # a child that the reward function has forked
             write_message(sink, answer)
 
 
-def _answer(environment: Environment, task_id: str, completion: str, seconds: float, sink: int) -> JobAnswer:
+def _answer(environment: Environment, job: frames.SentJob, seconds: float, sink: int) -> JobAnswer:
+    task_id, completion, token_ids = job
     try:
         task = environment.task(task_id)
         # A program in a sandbox has its own limits; the parent must wait at least that long.
@@ -101,7 +103,7 @@ def _answer(environment: Environment, task_id: str, completion: str, seconds: fl
         # Processor time of all threads. The signal's default action ends the process, in C code, too.
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the owner's code may have changed it
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        score = environment.score(task, completion)
+        score = score_of(environment, task, frames.as_text(completion), token_ids)
         parts = {str(name): float(value) for name, value in score.parts.items()}
         return JobAnswer(float(score.value), parts, frames.as_bytes(score.notes[:1000]))
     except EnvironmentSetupError as error:

@@ -41,8 +41,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     problem: str = ""
 
 
+SentJob = tuple[str, bytes, tuple[int, ...] | None]  # task, completion, and its tokens if they are known
+
+
 class Jobs(msgspec.Struct, frozen=True, tag=True):
-    jobs: list[tuple[str, bytes]]  # task and completion
+    jobs: list[SentJob]
 
 
 class Allows(msgspec.Struct, frozen=True, tag=True):

@@ -27,6 +27,7 @@ from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from shoal.environments import Environment, EnvironmentSettings, Score, scoring_of
+from shoal.environments.protocol import score_of
 from shoal.environments.settings import ScoringSettings, inner_of
 from shoal.errors import CodecError, DeadlineExceeded, EnvironmentSetupError, ScoringFailure
 from shoal.rewards import frames
@@ -58,8 +59,11 @@ class NotStarted(ScoringFailure):
 
 @dataclass(frozen=True)
 class Job:
+    """`token_ids`: the tokens of the text, if the environment reads them and they are known."""
+
     task: str
     completion: str
+    token_ids: tuple[int, ...] | None = None
 
 
 Scores = list[Score | ScoringFailure]
@@ -93,7 +97,9 @@ class DirectScorer:
         results: dict[Job, Score | ScoringFailure] = {}
         for job in dict.fromkeys(jobs):
             try:
-                results[job] = self.environment.score(self.environment.task(job.task), job.completion)
+                results[job] = score_of(
+                    self.environment, self.environment.task(job.task), job.completion, job.token_ids
+                )
             except EnvironmentSetupError as error:
                 results[job] = ScoringFailure(f"the environment does not know the task: {error}")
             except ScoringFailure as failure:
@@ -260,7 +266,9 @@ class ScoringProcess:
     def _answers(self, jobs: Sequence[Job]) -> Iterator[Result]:
         within_s, limits, patience = SEND_S, self._ground.limits, self._ground.patience
         try:
-            self._channel.send(frames.Jobs([(job.task, frames.as_bytes(job.completion)) for job in jobs]), within_s)
+            self._channel.send(
+                frames.Jobs([(job.task, frames.as_bytes(job.completion), job.token_ids) for job in jobs]), within_s
+            )
             for _job in jobs:
                 within_s = 60.0 + 3 * limits.seconds if patience.job_s is None else patience.job_s
                 answer = self._channel.receive(within_s)
@@ -403,7 +411,7 @@ class ScoringRound:
         with suppress(IndexError):
             while len(jobs) < max(1, min(most, len(self._open) // 16)) and size < MOST_BYTES:
                 jobs.append(self._open.popleft())
-                size += len(jobs[-1].completion)
+                size += len(jobs[-1].completion) + 5 * len(jobs[-1].token_ids or ())
         return jobs
 
     def _retried(self, process: ScoringProcess, job: Job, cause: Cause) -> Result:
@@ -416,7 +424,7 @@ class ScoringRound:
         about = f"task {job.task}: the scoring process {again.what}"
         if again.cause not in COMPLETION_CAUSES:
             return ScoringFailure(f"{about}, twice")
-        empty = process.ask_alone(Job(job.task, ""))
+        empty = process.ask_alone(Job(job.task, "", None if job.token_ids is None else ()))
         if isinstance(empty, JobAnswer):
             log.info("%s, twice; the completion is worth 0 for it", about)
             return JobAnswer(0.0, {LIMIT_PART: 1.0}, f"scoring it {again.what}".encode())

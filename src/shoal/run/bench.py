@@ -102,7 +102,9 @@ class Workload:
 
     def requests(self, vocabulary: int, temperature: float) -> list[GenerationRequest]:
         random, group = np.random.default_rng(0), min(GROUP, self.rows)
-        sampling = SamplingParameters(temperature=temperature, max_new_tokens=self.new_tokens, eos_token_id=vocabulary)
+        sampling = SamplingParameters(
+            temperature=temperature, max_new_tokens=self.new_tokens, eos_token_ids=(vocabulary,)
+        )
         prompts = random.integers(0, vocabulary, (self.rows // group, self.prompt_tokens)).tolist()
         return [
             GenerationRequest(tuple(prompt), tuple(range(place * group, (place + 1) * group)), sampling)
@@ -136,8 +138,10 @@ class Bench:
         def took_s() -> float:
             return self._timed("worker", lambda: self._drawn(self._proof))
 
+        engine, longest = self._engine, self.workload.prompt_tokens + self._most_tokens
+        most_rows = min(MOST_ROWS, engine.rows_at_once(longest)) if isinstance(engine, BoundedEngine) else MOST_ROWS
         while took_s() < CALL_S / 4 or took_s() < CALL_S / 4:  # the first call of a size may load kernels
-            if (larger := self.workload.larger(self._most_rows(), self._most_tokens)) is None:
+            if (larger := self.workload.larger(most_rows, self._most_tokens)) is None:
                 break
             self.workload = larger
         self.best.clear()
@@ -191,11 +195,6 @@ class Bench:
             ids, attention_mask=torch.ones_like(ids), do_sample=True, num_return_sequences=len(requests[0].seeds),
             max_new_tokens=tokens, min_new_tokens=tokens, top_k=0, temperature=self._temperature, pad_token_id=0,
         )  # fmt: skip
-
-    def _most_rows(self) -> int:
-        if not isinstance(self._engine, BoundedEngine):
-            return MOST_ROWS
-        return min(MOST_ROWS, self._engine.rows_at_once(self.workload.prompt_tokens + self._most_tokens))
 
     def _spent_s(self) -> float:
         return self._now_s() - self._began_s

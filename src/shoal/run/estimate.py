@@ -39,8 +39,7 @@ WIDTHS = {"float32": 4, "bfloat16": 2, "auto": 2}
 
 @dataclass
 class Planning:
-    """`memory_bytes` is what one device has, of trainers, validators and workers alike. Each figure follows from those
-    before it."""
+    """`memory_bytes` is the memory of one device, whatever its role. Each figure follows from those before it."""
 
     recipe: Recipe
     shape: Shape
@@ -100,8 +99,7 @@ class Planning:
         self.step_s = sum(each[1] for each in self.stages()) if one_by_one else max(wanted_s, self.tokens / tokens_s)
 
     def room(self, role: str) -> float:
-        """The memory that a role may take of a device; if roles share one (`memory_share`), the trainer has the
-        rest."""
+        """The memory that a role may take of a device. If roles share it (`memory_share`), the trainer has the rest."""
         shares = {"validator": self.recipe.validator.memory_share, "worker": self.recipe.worker.memory_share}
         taken = {name: share for name, share in shares.items() if share < 1}
         return self.memory_bytes * taken.get(role, 1.0 - sum(taken.values()) if role.startswith("trainer") else 1.0)
@@ -145,8 +143,7 @@ class Planning:
         return ceil(span / every) * self.payload + deltas * self._beside
 
     def _checkpoints(self) -> tuple[str, float, float, str]:
-        """A checkpoint that is being written counts, and the first one (without moments) until another is old enough
-        for guards."""
+        """With the one that is being written, and the first, without moments, until guards need it no more."""
         trainer, steps, newest = self.recipe.trainer, self.recipe.run.steps, self.chosen.keep_checkpoints
         best = trainer.keep_best if trainer.evaluate_every else 0
         saved = 1 + ceil(steps / self.chosen.checkpoint_every)
@@ -201,8 +198,7 @@ class Planning:
 
     @property
     def crowded(self) -> list[str]:
-        """The roles that `shoal run` starts on the trainer's first GPU, if it has no room for all and no shares are
-        set."""
+        """The roles on the trainer's first GPU (of `shoal run`), if it has no room for all and no shares are set."""
         recipe = self.recipe
         beside = [
             role

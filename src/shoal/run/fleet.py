@@ -51,15 +51,11 @@ class WorkerPlace:
 def plan_workers(
     gpus: Sequence[str], device: str = "auto", wanted: str | None = None, workers: int | None = None
 ) -> list[WorkerPlace]:
-    """The places of this machine's workers. None: one worker, wherever it chooses to compute. `gpus` are the names of
-    those that are visible, `wanted` their numbers as `--gpu` has them.
+    """The places of this machine's workers; an empty list means one worker that chooses its device. `gpus` names the
+    visible GPUs, `wanted` has the numbers of `--gpu`.
 
     >>> plan_workers(["0", "1", "2"], wanted="0,2")
-    [Place(name='gpu-0', device='cuda', gpu='0'), Place(name='gpu-2', device='cuda', gpu='2')]
-    >>> [place.name for place in plan_workers([], workers=2)]
-    ['cpu-0', 'cpu-1']
-    >>> plan_workers(["0"])
-    []
+    [WorkerPlace(name='gpu-0', device='cuda', gpu='0'), WorkerPlace(name='gpu-2', device='cuda', gpu='2')]
     """
     if wanted is not None and (device == "cpu" or workers is not None):
         raise UserError(f"--gpu and {'--device cpu' if device == 'cpu' else '--workers'} exclude each other")
@@ -111,6 +107,9 @@ def refuse_one_vouch(places: Sequence[WorkerPlace], request: JoinRequest) -> Non
     if request.vouch is not None and len(places) > 1:
         alone = "start each with its own (--gpu 0, --gpu 1, …), or give --owner" if places[0].gpu else "give --owner"
         raise UserError(f"a vouch is for one node, and these are {len(places)} workers: {alone}")
+    if request.trusted is not None and len(places) > 1:
+        alone = "with its own --folder and certificate (--gpu 0, --gpu 1, …, or --workers 1)"
+        raise UserError(f"a certificate is for one node, and these are {len(places)} workers: start each {alone}")
 
 
 def run_fleet(
@@ -163,8 +162,8 @@ def ending_of(processes: Sequence[ProcessView]) -> Ending | None:
 
 
 class FleetStatus:
-    """What all workers did since this process started, a line every `STATUS_EVERY_S`. A restarted worker counts
-    its tokens from 0; its credit is the hub's, and continues."""
+    """A line every `STATUS_EVERY_S` with the work of all workers since the start. A restarted worker counts its tokens
+    from 0; its credit continues."""
 
     def __init__(self, folder: Path, places: Sequence[WorkerPlace], clock: Clock = SystemClock()) -> None:
         self._folders, self._clock = {place.name: folder / place.name for place in places}, clock

@@ -147,11 +147,15 @@ class RunFolder:
     def certificates(self) -> tuple[protocol.SignedDocument, ...]:
         return tuple(self.certificate(name) for name in self.trusted_roles)
 
-    def certify(self, role: protocol.Role, public_key: str) -> protocol.SignedDocument:
-        """A certificate by the root key, whose private half must be here; it is not written to disk."""
+    def certify(self, role: protocol.Role, public_key: str, for_s: float | None = None) -> protocol.SignedDocument:
+        """A certificate by the root key, whose private half must be here; it is not written to disk. It holds for
+        `for_s` seconds, or for good."""
         root, now_ms = self._root(), SystemClock().now_ms()
         run = run_id(self.recipe.run.name, protocol.fingerprint(root.public_key))
-        document = protocol.RoleCertificate(run=run, role=role, public_key=public_key, issued_at_ms=now_ms)
+        document = protocol.RoleCertificate(
+            run=run, role=role, public_key=public_key, issued_at_ms=now_ms,
+            expires_at_ms=None if for_s is None else now_ms + round(for_s * 1000),
+        )  # fmt: skip
         return protocol.sign_document(document, root)
 
     def put_certificate(self, name: str, signed: protocol.SignedDocument) -> None:

@@ -22,7 +22,17 @@ from shoal.errors import ResourceError, UserError
 from shoal.run import fleet
 from shoal.run.folder import hub_address
 from shoal.run.roles import start_role
-from shoal.runtime import STOPPED_CODE, SUPERVISED, MachineLimits, StopToken, ensure_folder, home, is_verbose
+from shoal.runtime import (
+    STOPPED_CODE,
+    SUPERVISED,
+    MachineLimits,
+    StopToken,
+    ensure_folder,
+    home,
+    is_verbose,
+    write_atomically,
+)  # fmt: skip
+from shoal.runtime.limits import ALL_DAY, Hours, give_way
 from shoal.runtime.targets import SANDBOX, endpoint_of
 
 if TYPE_CHECKING:
@@ -48,6 +58,9 @@ class JoinRequest:
     sandbox: bool = False
     gpu: str | None = None
     workers: int | None = None
+    trusted: Path | None = None
+    hours: Hours = ALL_DAY
+    idle: bool = False
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -57,11 +70,10 @@ class JoinRequest:
 
 
 def run_joined_worker(request: JoinRequest) -> int:
-    """Returns the exit code when the run has ended or this process is stopped; a supervised process that a signal stops
-    is not done."""
+    """Returns the exit code: a supervised process that a signal stops is not done."""
     from shoal.engines import ENGINES, check_engine
     from shoal.engines.registry import TorchEntry
-    from shoal.run.owner import vouch_of
+    from shoal.run.owner import certificate_of, vouch_of
     from shoal.worker.loop import ending_quietly, run_worker
     from shoal.worker.settings import WorkerConfig, WorkerSettings, check_choices, identity
 
@@ -76,6 +88,9 @@ def run_joined_worker(request: JoinRequest) -> int:
     fleet.refuse_one_vouch(places, request)
     supervised, stop = SUPERVISED in os.environ, start_role("worker", None, is_verbose())
 
+    if request.idle and SANDBOX not in os.environ and not supervised:
+        give_way()
+
     def say_when_stopping() -> None:
         """At once, because the group that is being generated may take long."""
         while not stop.wait(60):
@@ -87,6 +102,10 @@ def run_joined_worker(request: JoinRequest) -> int:
     with ending_quietly(stop):
         folder, root_fingerprint, profiles = meet_hub(urls, pinned, request, stop)
         on_gpus = f"{ENGINES[request.engine].profile}/cuda/"
+        certificate = None if request.trusted is None else certificate_of(identity(folder), request.trusted)
+        if certificate is not None:  # where a sandbox shows it, too
+            request = replace(request, trusted=(folder / "certificate.json").absolute())
+            write_atomically(folder / "certificate.json", certificate.model_dump_json().encode())
         if places and places[0].gpu is not None and not any(kind.startswith(on_gpus) for kind in profiles):
             log.warning("the run takes no work of GPUs: one worker computes on the processor (--workers: more)")
             places = []
@@ -102,6 +121,8 @@ def run_joined_worker(request: JoinRequest) -> int:
             root_fingerprint=root_fingerprint, name=(request.name or f"node-{identity(folder).node[:8]}")[:64],
             cheat=request.cheat, further_hubs=urls[1:],
             vouch=vouch_of(identity(folder), request.owner, request.vouch), limits=request.limits,
+            certificate=certificate,
+            hours=request.hours, idle=request.idle,
         )  # fmt: skip
         run_worker(config, stop)
     return STOPPED_CODE if supervised and stop.is_set() else 0
@@ -129,8 +150,7 @@ def run_standalone_relay(hub: str, wait_s: float, folder: Path | None, given: "R
 def meet_hub(
     urls: Sequence[str], pinned: str | None, request: JoinRequest, stop: StopToken
 ) -> tuple[Path, str, tuple[str, ...]]:
-    """Meet the hub, then check this machine; the folder to work in, the run's root fingerprint, and the kinds of
-    workers that it takes."""
+    """Meet the hub, then check this machine. Returns folder, the run's root fingerprint, the kinds that it takes."""
     from shoal.run.doctor import examine_worker
 
     known = pinned_root(urls, pinned)
@@ -140,7 +160,7 @@ def meet_hub(
             first = "the URL has no root key, so the first answer is trusted: root key %s; does the run's owner agree?"
             log.warning(first, trusted.root_fingerprint)
         remember_root(client.url, trusted.root_fingerprint)
-        folder = request.folder or run_home(trusted.run) / "worker"
+        folder = request.folder or run_home(trusted.run) / ("worker" if request.trusted is None else "trusted")
         findings = examine_worker(client, folder) if request.check else []
     for finding in findings:
         if not finding.ok and finding.stops:

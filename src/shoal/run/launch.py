@@ -49,8 +49,7 @@ def launch(
     folder: RunFolder, patience_s: float, stop: StopToken, display: Display, extra: Sequence[ProcessSpec] = (),
     notes: Mapping[str, str] | None = None,
 ) -> Launched:  # fmt: skip
-    """The caller enters and leaves `display`; `notes` are remarks on workers. No process is left when this returns or
-    raises."""
+    """The caller enters and leaves `display`; `notes` are remarks on workers. Leaves no process, also if it raises."""
     with FolderLock(folder.path).acquire(stop, LOCK_WAIT_S):
         logs.setup("run", folder.path / "logs" / "run.log", stderr=False)  # the display says it in the terminal
         if RunFolder.open(folder.path).recipe != folder.recipe:

@@ -2,7 +2,7 @@
 
 owner.key (kept at home) ── vouch ──► node.key of machine 1, 2, 3 …    credit adds up under the owner
 keys/admin.key + admin.json ──sign──► pause, drain, resume, sanctions, relays, revoke (of a validator)
-keys/root.key ────────────────sign──► certificates (add-validator, rotate), revoke (of anybody), limits (calibrate)
+keys/root.key ────────────────sign──► certificates (add-*, rotate), revoke (of anybody), limits (calibrate)
 """
 
 import secrets
@@ -19,13 +19,14 @@ from shoal.client import HubClient
 from shoal.errors import ConfigError, KeyFileError, ProtocolError, UserError
 from shoal.hub.service.stories import Stories
 from shoal.run.folder import ADMIN, RunFolder, hub_address
-from shoal.runtime import SystemClock, shoal_command
+from shoal.runtime import SystemClock, duration, shoal_command
 
 NODE_HEX, PUBLIC_KEY_HEX = 32, 64
 MAX_FILE_BYTES = 64 * 1024
 WAIT_S = 10.0
 NO_POLICY = protocol.PolicyRef(incarnation=0, version=0, digest="0" * 64)  # before any policy
 LEAST_PREFIX = 4
+CERTIFIED_S, MOST_CERTIFIED_S = 30 * 86_400, 10**8  # how long a trusted worker's certificate holds
 ABOUT_NODES = (protocol.AdminVerb.SUSPEND, protocol.AdminVerb.BAN, protocol.AdminVerb.PARDON)
 
 
@@ -74,6 +75,20 @@ def vouch_of(key: protocol.SigningKey, owner: Path | None, vouch: Path | None) -
         raise UserError(f"{vouch} is not a vouch: {remedy}") from error
     if node != key.node:
         raise UserError(f"{vouch} vouches for node {node}, but this one is {key.node}: {remedy}")
+    return signed
+
+
+def certificate_of(key: protocol.SigningKey, path: Path) -> protocol.SignedDocument:
+    """The certificate in a file, if it is this trusted worker's; the hub checks that the run's root key signed it."""
+    remedy = f"the run's owner makes one with: shoal admin add-worker RUN {key.public_key}"
+    try:
+        signed = protocol.SignedDocument.model_validate_json(_text(path))
+        certificate = protocol.open_document(signed, protocol.RoleCertificate, signed.signed_by)
+    except (ValidationError, ProtocolError) as error:
+        raise UserError(f"{path} is not a certificate: {remedy}") from error
+    if (certificate.role, certificate.public_key) != ("trusted", key.public_key):
+        whose = f"a {protocol.node.titled(certificate.role)} with key {certificate.public_key[:16]}…"
+        raise UserError(f"{path} is for {whose}, this folder's is {key.public_key[:16]}… (--folder): {remedy}")
     return signed
 
 
@@ -183,6 +198,19 @@ def add_validator(path: Path, public_key: str | None, out: Path | None, reason: 
     yield f"  {target} → VALIDATOR/keys/validator-0.json"
     yield "  its own key, which stays there → VALIDATOR/keys/validator-0.key"
     yield f"start it there with: {shoal_command()} validator ./VALIDATOR --index 0"
+
+
+def add_worker(path: Path, public_key: str, out: Path | None, for_s: float) -> Iterator[str]:
+    """Certify the key of a machine that is checked by sample. The hub learns of it when that machine registers."""
+    _require_key(public_key)
+    if for_s > MOST_CERTIFIED_S:
+        raise UserError(f"--for {for_s:,.0f}: a certificate holds for at most {MOST_CERTIFIED_S:,} seconds")
+    folder, for_s = RunFolder.open(path), for_s or CERTIFIED_S
+    signed, target = folder.certify("trusted", public_key, for_s), out or Path(f"trusted-{public_key[:8]}.json")
+    target.write_text(signed.model_dump_json(indent=2) + "\n")
+    yield f"its certificate, for {duration(for_s)}: {target}. On that machine, where FOLDER has its node.key:"
+    yield f"  {shoal_command()} join {folder.endpoints.join} --folder FOLDER --trusted {target.name}"
+    yield f"to end it earlier: {shoal_command()} admin revoke {path} {public_key}"
 
 
 def rotate(path: Path, name: str, reason: str) -> Iterator[str]:

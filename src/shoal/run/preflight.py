@@ -78,7 +78,11 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
         patience = ScoringPatience(start_s=TRIAL_S, job_s=TRIAL_S, all_s=4 * TRIAL_S)
         scorer = ScoringPool(settings, environment, patience=patience) if is_own else DirectScorer(environment)
         with closing(scorer):
-            jobs = [Job(task.id, completion) for task in tasks for completion in TRIAL_COMPLETIONS]
+            jobs = [
+                Job(task.id, completion, tuple(completion.encode()))
+                for task in tasks
+                for completion in TRIAL_COMPLETIONS
+            ]
             for result in scorer.scores(jobs):
                 if isinstance(result, ScoringFailure):
                     raise EnvironmentSetupError(f"the reward function does not work: {result}")
@@ -106,8 +110,8 @@ def _check_model(recipe: Recipe, downloads: bool) -> dict[str, bytes]:
         why = f"the tokenizer in {folder} knows {tokenizer.vocabulary_size} tokens, but the model has embeddings for"
         remedy = "use the tokenizer that belongs to the model, or enlarge the model (resize_token_embeddings)"
         raise ModelError(f"{why} {embedded}: {remedy}")
-    if tokenizer.eos_token_id >= embedded:
-        why = f"the end-of-sequence token of the model in {folder} is {tokenizer.eos_token_id}, beyond the {embedded}"
+    if (last := max(tokenizer.eos_token_ids)) >= embedded:
+        why = f"an end-of-sequence token of the model in {folder} is {last}, beyond the {embedded}"
         remedy = "correct eos_token_id in generation_config.json or config.json"
         raise ModelError(f"{why} tokens that it has embeddings for: {remedy}")
     return files

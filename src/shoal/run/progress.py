@@ -69,8 +69,7 @@ class History:
         return max(0.0, (after - before) / (ended_s - began_s)) if ended_s > began_s else 0.0
 
     def left_s(self, elapsed_s: float) -> float | None:
-        """The remaining time at the pace of the last steps; None before two complete steps. The first does not count,
-        because processes start."""
+        """The remaining time at the pace of the last steps; None before two of them. The first step does not count."""
         if len(self._paces) < 3:
             return None
         (began_s, first), (ended_s, last) = self._paces[1], self._paces[-1]
@@ -182,8 +181,7 @@ class Watchdog:
     def look(
         self, status: RunStatus | None, now_s: float, processes: Sequence[ProcessView] = (), silent_s: float = 0.0
     ) -> Ending | None:
-        """The hub has given no newer answer than `status` for `silent_s`. A run that is paused or drained is left
-        alone."""
+        """The hub has not answered since `status`, for `silent_s`. A run that is paused or drained has no deadline."""
         mark, passes, halted = tuple[object, ...](), set[str](), False
         if status is not None:
             counts, policy = tuple(sorted(status.submissions.items())), status.policy and status.policy.label

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
 
+from shoal.dashboard import DashboardSettings
 from shoal.environments import ENVIRONMENTS, EnvironmentSettings
 from shoal.environments.graders import GRADERS, TASK_TYPES
 from shoal.errors import ConfigError
@@ -22,7 +23,7 @@ from shoal.trainer.settings import OWN_CODE, TrainerSettings, is_changeable
 from shoal.validator.settings import KINDS_ON_REQUEST, ValidatorSettings
 from shoal.worker.settings import WorkerSettings
 
-CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay")
+CHANGEABLE_SECTIONS = ("hub", "validator", "worker", "relay", "dashboard")
 
 
 class ModelSettings(BaseModel, frozen=True, extra="forbid"):
@@ -60,6 +61,7 @@ class Recipe(BaseModel, frozen=True, extra="forbid"):
     validator: ValidatorSection = Field(default_factory=ValidatorSection)
     worker: WorkerSection = Field(default_factory=WorkerSection)
     relay: RelaySection = Field(default_factory=RelaySection)
+    dashboard: DashboardSettings = Field(default_factory=DashboardSettings)
 
     @field_validator("trainer")
     @classmethod
@@ -196,8 +198,7 @@ def _places(given: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _own_code(given: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
-    """Every value of a recipe that names code of the owner's: its setting, its kind, and the table or list with its
-    key. Words of shoal are left out."""
+    """Every value that names the owner's code: its setting, its kind, and the table or list with its key."""
     trainer, environment = given.get("trainer", {}), given.get("environment", {})
     found: list[tuple[str, str, Any, Any, Iterable[str]]] = [
         (f"trainer.{key}", *OWN_CODE[key][:1], trainer, key, OWN_CODE[key][1]) for key in ("advantage", "loss")

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 import shoal
 from shoal.client import HubClient
 from shoal.environments.sandbox.process import advice
-from shoal.environments.sandbox.view import INSTALL
+from shoal.environments.sandbox.view import INSTALL, ISOLATED, mounted
 from shoal.errors import ResourceError, ShoalError
 from shoal.runtime import StopToken, printable, targets, write_atomically
 from shoal.runtime.targets import SANDBOX
@@ -151,15 +151,12 @@ def _probe(around: Sequence[str]) -> None:
 
 def _options(folder: Path, sockets: Path) -> list[str]:
     """Only what is named here is in the sandbox."""
-    words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    words += ["--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"]
-    words += ["--unshare-user", "--disable-userns", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
+    words = [*ISOLATED, "--unshare-user", "--disable-userns", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
     kernel = [f"/proc/{name}" for name in KERNEL]
     words += ["--proc", "/proc", *(word for path in kernel for word in ("--ro-bind-try", path, path)), "--dev", "/dev"]
     words += ["--size", str(TMP_BYTES), "--tmpfs", "/dev/shm"]
     for path in _read_only():
-        link = path.is_symlink()
-        words += ["--symlink", str(path.readlink()), str(path)] if link else ["--ro-bind", str(path), str(path)]
+        words += mounted(path)
     for device in (found for pattern in GPUS for found in sorted(Path("/dev").glob(pattern))):
         words += ["--dev-bind-try", str(device), str(device)]
     words += ["--ro-bind", str(sockets), SOCKETS, "--bind", str(folder), str(folder)]
@@ -247,8 +244,7 @@ class Forwarder:
         self._slots = threading.Semaphore(MAX_CONNECTIONS)
 
     def allow(self, given: Iterable[str], named: Iterable[str], reach: targets.Reach) -> None:
-        """From now on only these URLs: `given` by the user, `named` by a hub. An address that was allowed before
-        keeps the numbers that it was resolved to."""
+        """From now on only these URLs: `given` by the user, `named` by a hub. An old address is not resolved again."""
         wanted: dict[Endpoint, tuple[str, targets.Reach | None]] = {}
         for url in given:  # a host name may resolve to another address by now; a number cannot
             endpoint = targets.endpoint_of(url)

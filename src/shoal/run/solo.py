@@ -27,30 +27,28 @@ import numpy as np
 from shoal import errors
 from shoal import protocol as wire
 from shoal.client.hub import TRAINING_BATCH_LIMITS
-from shoal.engines.asking import Asking
-from shoal.engines.dialogue import Talks, greedy_answers
 from shoal.engines.groups import generate, is_finite, rollout_of
 from shoal.engines.shelf import LoadedPolicy
 from shoal.engines.torch import TorchEngine
-from shoal.environments import build, columns_of, has_dialogues, judges_of, require_scoring
+from shoal.environments import build, columns_of, judges_of, require_scoring
 from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure
 from shoal.hub.service.context import Context, load_or_create_secret
 from shoal.hub.service.drawing import HELD_OUT, Drawing
-from shoal.hub.settings import HubConfig, HubSettings
-from shoal.hub.state import EvaluationPlan, draws, evaluations
+from shoal.hub.settings import HubSettings
+from shoal.hub.state import draws, evaluations
 from shoal.hub.state.audits import has_equal_rewards
 from shoal.hub.state.batches import mean_reward
-from shoal.models import model_folder, read_files
+from shoal.models import TextTokenizer
 from shoal.protocol.batch import BatchReply, TrainingBatch, TrainingGroup, TrainingRollout
+from shoal.protocol.verdict import EvaluationTask
 from shoal.records import FOLDER, Segments
 from shoal.records.schema import table_of
-from shoal.rewards import Job, NotStarted, ScoringPool
+from shoal.rewards import NotStarted, ScoringPool
 from shoal.rewards.panel import panel_of
-from shoal.rewards.pool import score_all
-from shoal.run.estimate import announced_size
 from shoal.run.folder import SOLO, RunFolder
 from shoal.run.progress import reward_of
 from shoal.run.recipe import Recipe, ValidatorSection, WorkerSection
+from shoal.run.roles import hub_config
 from shoal.runtime import FolderLock, StopToken, SystemClock, ensure_folder, resource_error, write_atomically
 from shoal.runtime.metrics import MetricsLog
 from shoal.shardcast.content import Content, chunk_of
@@ -61,6 +59,7 @@ from shoal.trainer.record import Standing
 from shoal.trainer.settings import TrainerConfig
 from shoal.trainer.step import Stopped
 from shoal.validator.rewards import Group, RewardNotes, Scored, Scoring, shuffled
+from shoal.validator.side_jobs import answers_to, scores_of
 
 log = logging.getLogger(__name__)
 
@@ -130,17 +129,9 @@ class SoloHub:
 
     def __init__(self, folder: RunFolder, scoring: Scoring, stop: StopToken, say: Say) -> None:
         self._folder, self._path, self._scoring, self._stop, self._say = folder, folder.path / "hub", scoring, stop, say
-        recipe, self._environment, self._clock = folder.recipe, scoring.environment, SystemClock()
-        files = read_files(model_folder(recipe.model.path))
-        asking = Asking(files, self._environment, recipe.run.max_new_tokens)
-        self._config = config = HubConfig(
-            folder=self._path, run_id=folder.run_id, run=recipe.run, settings=recipe.hub, environment=self._environment,
-            encode=asking.ids, frame=asking.encoder.frame() if has_dialogues(self._environment) else ((), ()),
-            eos_token_id=asking.encoder.tokenizer.eos_token_id, key=folder.key("hub"), root_key=folder.root_key,
-            evaluation=EvaluationPlan(recipe.trainer.evaluate_every, recipe.trainer.evaluate_tasks),
-            model=announced_size(recipe),
-        )  # fmt: skip
-        self._rules, self._texts, self._node = config.rules, asking.encoder.tokenizer, folder.key("trainer").node
+        self._environment, self._clock, self._node = scoring.environment, SystemClock(), folder.key("trainer").node
+        self._config = config = hub_config(folder, scoring.environment)
+        self._rules = config.rules
         parts = SimpleNamespace(config=config, rules=self._rules, tasks=self._environment.tasks("train"))
         self._drawing = Drawing(cast(Context, parts))
         self._policies = {ref.place: ref for ref in self._published()}
@@ -149,7 +140,7 @@ class SoloHub:
         self._announced, self._heard, self._said = -1, threading.Condition(), set[int]()
         self._secret = load_or_create_secret(self._path / "secret", is_new=self._newest is None)
         self._scores, self._notes = MetricsLog(self._path / SCORES), RewardNotes(self._path)
-        budget = round(recipe.hub.records_gb * 1e9)
+        budget = round(folder.recipe.hub.records_gb * 1e9)
         self._segments = Segments(self._path / FOLDER, budget) if budget else None
         if self._segments is not None:
             self._segments.open()
@@ -157,6 +148,7 @@ class SoloHub:
     def adopt(self, parts: TrainingParts) -> None:
         """Generate with the model that is trained."""
         self._engine, self._files = TorchEngine.wrap(parts.learner.model, pages=True), parts.files
+        self._decode = TextTokenizer(parts.files).decode_many
 
     # As a hub
 
@@ -305,9 +297,7 @@ class SoloHub:
         found: dict[int, Scored | ScoringFailure] = {}
         while left := [index for index in range(len(groups)) if isinstance(found.get(index, UNASKED), NotStarted)]:
             self._go_on()
-            found.update(
-                zip(left, self._scoring.score([groups[i] for i in left], self._texts.decode_many), strict=True)
-            )
+            found.update(zip(left, self._scoring.score([groups[i] for i in left], self._decode), strict=True))
         drawn = []
         for index, group in enumerate(groups):
             lease, scored = group.lease, found[index]
@@ -343,21 +333,22 @@ class SoloHub:
         known = any(row["step"] == version for row in self._scores.rows())
         if plan is None or known or not evaluations.is_due(plan, self._rules.steps, version) or not len(tasks):
             return
-        asked, values = list[tuple[str, tuple[int, ...]]](), list[float]()
+        asked, values = list[EvaluationTask](), list[float]()
         for index in range(min(plan.tasks, len(tasks))):
             try:
-                task = tasks[index]
-                asked.append((task.id, self._drawing.prompt(task, HELD_OUT, index).ids))
+                ids = self._drawing.prompt(tasks[index], HELD_OUT, index).ids
+                asked.append(EvaluationTask(task=tasks[index].id, prompt_ids=ids))
             except (EnvironmentSetupError, errors.ModelError) as error:
                 self._drawing.pass_over(HELD_OUT, index, error)
-        talks = Talks(self._environment, self._files, self._config.sampling)
+        policy = self._policy(version)
+        assert policy is not None, "its digest is known"
+        loaded = LoadedPolicy(policy, self._engine, self._files)
         for start in range(0, len(asked), HELD_OUT_AT_ONCE):
             self._go_on()
-            names, prompts = zip(*asked[start : start + HELD_OUT_AT_ONCE], strict=True)
-            answers = greedy_answers(self._engine, prompts, [talks.of(name) for name in names], self._config.sampling)
-            jobs = [*map(Job, names, self._texts.decode_many(answers))]
-            results = score_all(self._scoring.scorer.scores, jobs)
-            values += [float(each.value) for each in results if not isinstance(each, ScoringFailure)]
+            some = asked[start : start + HELD_OUT_AT_ONCE]
+            answers = answers_to(some, self._environment, loaded, self._config.sampling)
+            found = scores_of(some, answers, self._environment, loaded, self._scoring.scorer)
+            values += [score for score in found if score is not None]
         mean = math.fsum(values) / len(values) if values else 0.0
         self._scores.append(version, {"mean": mean, "scored": len(values), "tasks": len(asked)})
 
@@ -369,7 +360,7 @@ class SoloHub:
 
     def _rows(self, segments: Segments, step: int, group: DrawnGroup, outcome: str) -> Iterator[dict[str, Any]]:
         lease, now_ms, kept = group.lease, self._clock.now_ms(), segments.keeps(group.name, outcome)
-        decode, message = self._texts.decode_many, "" if group.rewards else str(group.found)
+        decode, message = self._decode, "" if group.rewards else str(group.found)
         for sample, each in enumerate(group.rollouts):
             ids, reward = each.token_ids.tolist(), group.rewards[sample] if group.rewards else None
             text = decode([list(lease.prompt_ids), ids]) if kept else [None, None]

@@ -94,8 +94,7 @@ class ModelSource:
 
 @contextmanager
 def model_source(text: str) -> Iterator[ModelSource]:
-    """Of a run's folder the newest policy, named after the folder, because all runs of one recipe have the same
-    `run.name`."""
+    """For a run's folder its newest policy, named after the folder: runs of one recipe have the same `run.name`."""
     path = Path(text).expanduser()
     if (name := hf.parse(text)) is not None:
         found = hf.model(name)

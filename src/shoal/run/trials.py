@@ -107,7 +107,7 @@ def run_calibration(options: TrialOptions, report: Callable[[str], None]) -> tup
     is_builtin = options.model in BUILTIN  # the built-in model knows its own task only
     plan = Plan(
         prompts=prompts_of(files, environment, options.tokens) if is_builtin else openings(tokenizer),
-        eos_token_id=tokenizer.eos_token_id, sequences=options.sequences, tokens=options.tokens,
+        eos_token_ids=tokenizer.eos_token_ids, sequences=options.sequences, tokens=options.tokens,
         temperature=options.temperature, model=options.model.rstrip("/").rpartition("/")[2],
         date=datetime.now(UTC).date().isoformat(),
     )  # fmt: skip

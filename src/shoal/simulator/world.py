@@ -143,7 +143,7 @@ class World:
         (folder / "secret").write_text(hashlib.sha256(f"{self.scenario.seed}/secret".encode()).hexdigest())
         self._config = HubConfig(
             folder=folder, run_id=RUN, run=self.scenario.run, settings=self.scenario.hub,
-            environment=NumberedTasks(), encode=lambda task: list(task.prompt.encode()), eos_token_id=0,
+            environment=NumberedTasks(), encode=lambda task: list(task.prompt.encode()), eos_token_ids=(0,),
             key=self.key("hub"), root_key=self._root.public_key,
         )  # fmt: skip
         self._hub: Hub | None = None

@@ -17,12 +17,13 @@ from shoal.records.schema import lists
 from shoal.runtime.files import ensure_folder, write_atomically
 
 TEXT, COUNT, TOKENS = pa.string(), pa.int64(), pa.list_(pa.int32())
-# `sample` is the number of the rollout in its group; `given` holds start, length, … of tool tokens.
+# `sample` is the number of the rollout in its group; `given` holds start, length, … of tool tokens; `audit` is how the
+# group was checked: full, or light.
 SCHEMA = pa.schema({
     "step": COUNT, "unit": COUNT, "sample": pa.int32(), "task": TEXT, "node": TEXT, "version": COUNT,
     "staleness": COUNT, "prompt": TEXT, "completion": TEXT, "prompt_ids": TOKENS, "token_ids": TOKENS,
     "logprobs": pa.list_(pa.float32()), "given": TOKENS, "finish": TEXT, "reward": pa.float64(),
-    "parts": pa.map_(TEXT, pa.float64()),
+    "parts": pa.map_(TEXT, pa.float64()), "audit": TEXT,
 })  # fmt: skip
 
 Decode = Callable[[Iterable[int]], str]
@@ -50,6 +51,7 @@ class RolloutArchive:
                 "step": batch.step, "unit": group.unit, "task": group.task, "node": written.node,
                 "version": group.version, "staleness": batch.step - group.version,
                 "prompt": self._decode(group.prompt_ids.tolist()), "prompt_ids": group.prompt_ids,
+                "audit": written.audit,
             }  # fmt: skip
             for name, value in same.items():
                 columns[name] += [value] * len(group.rollouts)

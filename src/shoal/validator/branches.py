@@ -80,16 +80,17 @@ class Branch:
         steps = min(steps, lease.sampling.max_new_tokens - self.token)
         sampling = lease.sampling.model_copy(update={"max_new_tokens": steps})
         prompt = (*lease.prompt_ids, *kept.tolist())
-        return GenerationRequest(prompt, (lease.seed_numbers[self.rollout],), sampling, begun=self.token)
+        seeds, decode = (lease.seed_numbers[self.rollout],), self.case.decode
+        return GenerationRequest(prompt, seeds, sampling, begun=self.token, decode=decode)
 
     def ended(self, tokens: npt.NDArray[np.int32]) -> Rollout | None:
         """The whole completion with these tokens; None if it does not end in time."""
         sampling = self.case.lease.sampling
         tokens = tokens[: self.limit]
-        is_end = int(tokens[-1]) == sampling.eos_token_id
-        if not is_end and self.token + len(tokens) < sampling.max_new_tokens:
-            return None
         ids = np.concatenate([self.case.rollouts[self.rollout].token_ids[: self.token], tokens])
+        is_end = self.case.ending.first(ids.tolist()) is not None
+        if not is_end and len(ids) < sampling.max_new_tokens:
+            return None
         finish: Finish = "eos" if is_end else "length"
         return Rollout(tokens=pack_tokens(ids), logprobs=pack_logprobs(np.zeros(len(ids))), finish=finish)
 

@@ -87,7 +87,7 @@ class Plan:
     """What is drawn: `sequences` completions of at most `tokens` tokens, in groups, after these prompts."""
 
     prompts: Prompts
-    eos_token_id: int
+    eos_token_ids: tuple[int, ...]
     sequences: int = 256
     tokens: int = 96
     group_size: int = 8
@@ -308,8 +308,8 @@ class Subject:
     def drawn(self, label: str, rows: int, tokens: int, temperature: float = 1.0, prompts: Prompts = ()) -> list[Case]:
         """Groups of so many sequences in all, drawn at `temperature` times that of their leases."""
         plan, prompts = self._plan, prompts or self._plan.prompts
-        eos, worker, size = plan.eos_token_id, self._worker, min(rows, plan.group_size)
-        sampling = SamplingParameters(temperature=plan.temperature, max_new_tokens=tokens, eos_token_id=eos)
+        eos, worker, size = plan.eos_token_ids, self._worker, min(rows, plan.group_size)
+        sampling = SamplingParameters(temperature=plan.temperature, max_new_tokens=tokens, eos_token_ids=eos)
         terms = LeaseTemplate(label, size, sampling, plan.proof, worker.kind)
         leases = [terms.lease(n, prompts[n % len(prompts)]) for n in range(rows // size)]
         drawn = sampling.model_copy(update={"temperature": plan.temperature * temperature})

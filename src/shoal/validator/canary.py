@@ -97,12 +97,12 @@ class Canary:
 def edited_tokens(original: Original) -> AuditJob | None:
     """The first token of every longer rollout is another one."""
     case, rollouts, edited = original.case, list(original.case.rollouts), 0
-    eos, size = case.lease.sampling.eos_token_id, case.vocabulary_size
+    eos, size = case.lease.sampling.eos_token_ids, case.vocabulary_size
     for index, rollout in enumerate(rollouts):
         tokens = rollout.token_ids
         if len(tokens) >= LONG_ENOUGH:
             shifts = (size // 2, size // 2 + 1)
-            tokens[0] = next(other for shift in shifts if (other := (tokens[0] + shift) % size) != eos)
+            tokens[0] = next(other for shift in shifts if (other := (tokens[0] + shift) % size) not in eos)
             rollouts[index] = msgspec.structs.replace(rollout, tokens=pack_tokens(tokens))
             edited += 1
     return original.twin(rollouts) if edited > 1 else None
@@ -199,8 +199,9 @@ class SelfTest:
         judge = Judge(build_environment(EnvironmentSettings(name="sort")), self.profiles)
         tokenizer, environment = TextTokenizer(self.files), judge.environment
         tasks = environment.tasks("train")
-        eos = tokenizer.eos_token_id
-        sampling = SamplingParameters(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=eos)
+        sampling = SamplingParameters(
+            temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, eos_token_ids=tokenizer.eos_token_ids
+        )
         terms = LeaseTemplate("selftest", GROUP_SIZE, sampling, self.proof, worker.kind, environment.digest)
         leases = [terms.lease(n, tokenizer.encode(tasks[n].prompt), tasks[n].id) for n in range(GROUPS)]
         requests = [GenerationRequest(lease.prompt_ids, lease.seed_numbers, sampling) for lease in leases]

@@ -33,6 +33,7 @@ import numpy.typing as npt
 from shoal.engines import Engine, PrefillRequest
 from shoal.engines.dialogue import Dialogue, Reading
 from shoal.errors import CodecError, ShoalError
+from shoal.models.ending import Decode, EndRule
 from shoal.protocol import BodyLimits, CheckResult, Lease, ProofParameters, Severity, Sums, Tally, unpack
 from shoal.protocol.submission import Rollout, ShownPrefix, Submission, drawn_mask, pack_tokens
 from shoal.protocol.verdict import TokenTrace
@@ -152,6 +153,7 @@ class Case:
     dialogue: Dialogue | None = None
     shown: tuple[ShownPrefix, ...] = ()
     first: int = 0
+    decode: Decode | None = None
 
     @property
     def claim(self) -> Submission:
@@ -166,6 +168,10 @@ class Case:
     def replayed(self) -> Replay:
         assert self.replay is not None, "only after the prefill"
         return self.replay
+
+    @cached_property
+    def ending(self) -> EndRule:
+        return EndRule.of(self.lease.sampling, self.decode)
 
     @cached_property
     def seeds(self) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ certain failure decides: wrong weights show in the proofs, and most clearly in t
 | dialogue.forged       | tool tokens that the tool does not say there                           | certain     |
 | dialogue.logprobs     | a log-probability other than 0 for a tool token                        | certain     |
 | termination.early     | ended before the length limit without the end token                    | certain     |
-| termination.past_eos  | continued after the end-of-sequence token                              | certain     |
+| termination.past_eos  | continued after its end                                                | certain     |
 | termination.finish    | says it ended otherwise than it did                                    | certain     |
 | duplicate.rollout     | improbable tokens that another seed gave before                        | certain     |
 | duplicate.proof       | a proof that was made of other tokens before                           | statistical |
@@ -194,12 +194,15 @@ def shown_dialogue(case: Case) -> Finding:
 
 
 def termination(case: Case) -> Finding:
-    """A rollout ends with the first end-of-sequence token, a dialogue where `Dialogue.read` says, or at the length
-    limit, and says which. Whether the seed drew the end-of-sequence token is checked by `sampling`."""
-    limit, eos = case.lease.sampling.max_new_tokens, case.lease.sampling.eos_token_id
+    """A rollout ends with its first end (`models.ending`), a dialogue where `Dialogue.read` says, or at the length
+    limit, and says which. Whether the seed drew it is checked by `sampling`."""
+    limit, eos = case.lease.sampling.max_new_tokens, case.lease.sampling.eos_token_ids
     if case.dialogue is None:
-        stops = np.append(np.flatnonzero(case.tokens == eos), len(case.tokens))
+        stops = np.append(np.flatnonzero(np.isin(case.tokens, eos)), len(case.tokens))
         ends = (stops[np.searchsorted(stops, case.starts)] - case.starts + 1).tolist()  # beyond the length: none
+        if case.lease.sampling.stop:
+            found = (case.ending.first(rollout.token_ids.tolist()) for rollout in case.rollouts)
+            ends = [limit + 1 if end is None else end for end in found]
         cut = ["length" if length == limit else None for length in case.lengths]
         finishes = ["eos" if end <= n else how for end, n, how in zip(ends, case.lengths, cut, strict=True)]
     else:

@@ -37,9 +37,10 @@ from typing import Literal
 import msgspec
 
 from shoal.engines import PLAIN, Engine, EngineShelf, Fetch, LoadedPolicy, build, release_memory
-from shoal.engines.dialogue import dialogue_for, texts_of
+from shoal.engines.dialogue import dialogue_for
 from shoal.environments import Environment, budget_of, identity_of
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, ModelError, ResourceError, ScoringFailure
+from shoal.models.ending import decoding, texts_of
 from shoal.protocol import (
     Lease,
     PolicyRef,
@@ -209,7 +210,7 @@ class Judge:
         submission, problem = read_body(job.body)
         case = Case(
             lease, submission, problem, engine.vocabulary_size, engine.hidden_size, limits[0], self.seen,
-            job.audit.record, dialogue=dialogue, shown=job.audit.shown,
+            job.audit.record, dialogue=dialogue, shown=job.audit.shown, decode=decoding(lease.sampling, loaded.files),
         )  # fmt: skip
         is_shown = job.audit.depth == "progress"
         case = _of_unfinished(case) if is_shown else case

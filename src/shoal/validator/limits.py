@@ -167,7 +167,7 @@ class Calibrator:
         sampling = run.sampling
         sequences = Plan.sequences if self.machine.startswith("cuda/") else CPU_SEQUENCES
         return Plan(
-            prompts_of(loaded.files, self._judge.environment, sampling.max_new_tokens), sampling.eos_token_id,
+            prompts_of(loaded.files, self._judge.environment, sampling.max_new_tokens), sampling.eos_token_ids,
             sequences, min(Plan.tokens, sampling.max_new_tokens), temperature=sampling.temperature, proof=run.proof,
             model=run.run,
         )  # fmt: skip

@@ -9,13 +9,14 @@ there was no time are `NotStarted` and are scored later.
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from shoal.environments import Environment, Score, Task, budget_of, prompt_settings_of
+from shoal.environments.protocol import reads_tokens
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.protocol import MAX_REWARD, Lease, Rollout, RolloutReward, unpack_spans
 from shoal.rewards import Job, NotStarted, Scorer
@@ -30,20 +31,20 @@ MAX_PARTS = 64
 MAX_NOTE = 200
 
 
-def completion_ids(rollout: Rollout, eos_token_id: int) -> list[int]:
+def completion_ids(rollout: Rollout, eos_token_ids: Collection[int]) -> list[int]:
     """The tokens to score, without one end-of-sequence token at the end; of a dialogue only the last turn of the
     model."""
     ids: list[int] = rollout.token_ids.tolist()
     for start, length in unpack_spans(rollout.given, len(ids))[-1:]:
         ids = ids[start + length :]
-    return ids[:-1] if ids and ids[-1] == eos_token_id else ids
+    return ids[:-1] if ids and ids[-1] in eos_token_ids else ids
 
 
-def sampled_tokens(rollout: Rollout, eos_token_id: int | None) -> int:
-    """The length for a budget: drawn tokens, without the end-of-sequence token at the end (None: with it)."""
+def sampled_tokens(rollout: Rollout, eos_token_ids: Collection[int]) -> int:
+    """The length for a budget: drawn tokens, without one of these end-of-sequence tokens at the end."""
     ids = rollout.token_ids
     given = sum(length for _start, length in unpack_spans(rollout.given, len(ids)))
-    return len(ids) - given - int(len(ids) > 0 and int(ids[-1]) == eos_token_id)
+    return len(ids) - given - int(len(ids) > 0 and int(ids[-1]) in eos_token_ids)
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,14 @@ class Scoring:
         return [results[index] for index in range(len(groups))]
 
     def _read(self, group: Group, decode: Decode) -> _Text:
-        lease, eos, budget = group.lease, group.lease.sampling.eos_token_id, budget_of(self.environment)
+        lease, eos, budget = group.lease, group.lease.sampling.eos_token_ids, budget_of(self.environment)
         task = self.environment.task(lease.task)
-        texts = decode([completion_ids(rollout, eos) for rollout in group.rollouts])
-        left_out = None if budget is not None and budget.count_eos else eos
+        said = [completion_ids(rollout, eos) for rollout in group.rollouts]
+        tokens = [tuple(ids) if reads_tokens(self.environment) else None for ids in said]
+        jobs = tuple(Job(lease.task, *each) for each in zip(decode(said), tokens, strict=True))
+        left_out = () if budget is not None and budget.count_eos else eos
         lengths = tuple(sampled_tokens(rollout, left_out) for rollout in group.rollouts)
-        return _Text(task, lease.length_target, tuple(Job(lease.task, text) for text in texts), lengths)
+        return _Text(task, lease.length_target, jobs, lengths)
 
     def _scores(self, texts: Mapping[int, _Text]) -> dict[int, list[Score] | ScoringFailure]:
         """The scores of each group. If there is no time for any, the first group gets all its time, or a group that is

@@ -14,6 +14,9 @@ Weights come before leases, so that the time of a lease is for generating only. 
 `FOLLOW_S`, then in the background (`Prefetch`) while the hub gives out leases under the old one. If the newer policy
 makes the work in progress too old to be trained on, generation stops at the next token (on a GPU, after the next window
 of steps): `Prefetch` sees the policy at the sources, and the hub is asked at once.
+
+While the machine's owner allows no work (`allowance`), generation stops in the same way, the engine is given up, and
+only heartbeats and finished groups are sent.
 """
 
 import logging
@@ -31,9 +34,10 @@ from shoal.engines import BoundedEngine, Engine, build, check_policy, keep_to_sh
 from shoal.engines.groups import generate, is_finite, submission_of
 from shoal.engines.shelf import EngineShelf, Fetch, LoadedPolicy
 from shoal.errors import BroadcastError, ConfigError, DeadlineExceeded, HubError, HubRefused, ResourceError
-from shoal.protocol import HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef
+from shoal.protocol import HeartbeatReply, Lease, LeaseRelease, LeaseReply, LeaseRequest, PolicyRef, Role
 from shoal.protocol.lease import DEFAULT_PROFILE, MAX_HELD, MAX_LEASES_PER_REQUEST
 from shoal.runtime import Clock, FolderLock, StopToken, SystemClock, count_of, point
+from shoal.runtime.limits import Allowance, OtherLoad
 from shoal.shardcast import Prefetch
 from shoal.worker import settings as worker_settings
 from shoal.worker.earnings import Earnings, shut_out
@@ -79,10 +83,13 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
     worker_settings.refuse_too_little_disk(run, config.folder, config.limits)
     warm_up(config.engine, config.settings.device)
     fit = _fit(config, client)
-    refusal = shut_out(client.register(config.name, "worker", None, config.vouch))  # only a fitting machine registers
+    role: Role = "worker" if config.certificate is None else "trusted"
+    view = client.register(config.name, role, config.certificate, config.vouch)  # only a fitting machine registers
+    refusal = shut_out(view)
+    allowance = Allowance(config.folder, config.hours, OtherLoad() if config.idle else None)
     if refusal is not None:
         raise refusal
-    log.info("node %s works for run %s at %s", client.key.node, run.run, client.url)
+    log.info("node %s works for run %s; its page: %s/#/node/%s", client.key.node, run.run, client.url, client.key.node)
     outbox = Outbox(config.folder / "outbox")
     weights = downloader_of(client.trusted_run(), config.folder / "cache", stop, CACHED_POLICIES, config.limits)
     working: list[Worker] = []  # the current worker, once there is one
@@ -97,7 +104,7 @@ def _work_for_run(config: WorkerConfig, client: HubClient, conduct: Cheat, stop:
             shelf = _shelf(fit, conduct, fetch, run.environment)
             worker = Worker(
                 client, shelf, outbox, fit.settings, stop, conduct=conduct, chosen=chosen, pace=config.pace,
-                folder=config.folder,
+                folder=config.folder, allowance=allowance,
             )  # fmt: skip
             working[:] = [worker]
             try:
@@ -167,12 +174,13 @@ class Worker:
     def __init__(
         self, client: HubClient, shelf: EngineShelf, outbox: Outbox, settings: WorkerSettings, stop: StopToken,
         clock: Clock = SystemClock(), conduct: Cheat = Cheat(), chosen: bool = False, pace: Intervals = Intervals(),
-        folder: Path | None = None,
+        folder: Path | None = None, allowance: Allowance = Allowance(),
     ) -> None:  # fmt: skip
         """`chosen`: the number format was chosen automatically, so another may be chosen before the first lease.
         `folder`: where the `Standing` is written."""
         self._client, self._shelf, self._outbox, self._settings = client, shelf, outbox, settings
         self._stop, self._clock, self._conduct, self._pace = stop, clock, conduct, pace
+        self._why_not = allowance.why_not
         run = client.run_info()
         self._may_choose, self._run, self._max_staleness = chosen, run.run, run.max_staleness
         self._hand: dict[str, Held] = {}
@@ -203,7 +211,9 @@ class Worker:
                     with ending_quietly(self._stop):
                         while not self._stop.is_set() and not self.finished:
                             self._raise_failure()
-                            if not self._outbox.wait_until_below(self._run, OUTBOX_LIMIT, 0):
+                            if why := self._why_not():
+                                self._rest(why)
+                            elif not self._outbox.wait_until_below(self._run, OUTBOX_LIMIT, 0):
                                 with self.activity.waiting(f"the hub to take {OUTBOX_LIMIT} finished groups"):
                                     self._outbox.wait_until_below(self._run, OUTBOX_LIMIT, self._pace.heartbeat_s)
                             elif self._follow():
@@ -221,6 +231,19 @@ class Worker:
             if kept and self._earnings.shut_out is None:
                 log.info("the outbox keeps %s for the next start", count_of(kept, "finished group"))
         self._raise_failure()
+
+    def _rest(self, why: str) -> None:
+        """Until work is allowed again, or the run is over: no leases, no weights, no engine in memory."""
+        log.info("%s", why)
+        self._shelf.clear()
+        self._loaded, self._outdated = None, True
+        while why and not self._is_over:
+            self._raise_failure()
+            self.activity.paused = why
+            if self._stop.wait(PAUSE_S):
+                break
+            why = self._why_not()
+        self.activity.paused, self.finished = "", self._is_over
 
     def _hear(self, reply: HeartbeatReply) -> None:
         """Runs in the heartbeat's thread."""
@@ -240,6 +263,8 @@ class Worker:
         if at_work is not None and self._is_too_old(at_work, policy):
             self._published, self._questions = policy, QUESTIONS
             self._heartbeat.soon()
+        while self.activity.paused and not self._stop.wait(PAUSE_S):
+            pass  # the version is fetched when the worker resumes
 
     def _hear_of_policy(self, reply: HeartbeatReply | LeaseReply) -> None:
         newest, found = self._newest, reply.policy
@@ -391,10 +416,12 @@ class Worker:
                 )
 
     def _check(self, policy: PolicyRef) -> None:
-        """Called while groups are generated. Interrupts work that the hub would refuse by now, and work that takes too
-        long after the worker was told to stop."""
+        """Called while groups are generated. Interrupts work that the hub would refuse by now or that the machine's
+        owner does not allow any more, and work that takes too long after the worker was told to stop."""
         if self._is_too_old(policy, self._newest or policy):
             raise Interrupted(f"policy {policy.label} is too old to be trained on")
+        if why := self._why_not():
+            raise Interrupted(why)
         if self._stop.is_set():
             now_s = self._clock.monotonic_s()
             self._stop_seen_s = now_s if self._stop_seen_s is None else self._stop_seen_s

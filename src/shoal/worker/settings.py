@@ -17,7 +17,7 @@ from shoal.engines import ENGINES, BoundedEngine, Engine, check_engine, choose, 
 from shoal.errors import ResourceError
 from shoal.protocol import MAX_LEASES_PER_REQUEST, Lease, RunInfo, SignedDocument, SigningKey, load_or_create_key
 from shoal.runtime.exchange import HttpClient
-from shoal.runtime.limits import MachineLimits, show_bytes
+from shoal.runtime.limits import ALL_DAY, Hours, MachineLimits, show_bytes
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ class WorkerSettings(BaseModel, frozen=True, extra="forbid"):
 class WorkerConfig:
     """Without `root_fingerprint` the first hub that answers is believed. `http` and `pace` are for tests and
     one-process runs. `cheat` makes the worker dishonest (`adversary`), to attack one's own run. `further_hubs` are
-    addresses of the same run; `vouch` is the owner's signed statement that this machine is theirs."""
+    addresses of the same run; `vouch` is the owner's signed statement that this machine is theirs; `certificate` makes
+    it a trusted worker. `hours` and `idle`: when it may work."""
 
     folder: Path
     settings: WorkerSettings
@@ -51,7 +52,10 @@ class WorkerConfig:
     cheat: str | None = None
     further_hubs: tuple[str, ...] = ()
     vouch: SignedDocument | None = None
+    certificate: SignedDocument | None = None
     limits: MachineLimits = field(default_factory=MachineLimits)
+    hours: Hours = ALL_DAY
+    idle: bool = False
     pace: Intervals = field(default_factory=Intervals)
 
 

@@ -24,7 +24,7 @@ from shoal.validator import checks
 from shoal.worker.loop import run_worker
 from shoal.worker.settings import WorkerConfig, WorkerSettings
 
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_ids=(1,))
 REQUESTS = [GenerationRequest((10, 11), (1, 2, 3), SAMPLING), GenerationRequest((12,), (4, 5), SAMPLING)]
 REF = PolicyRef(incarnation=0, version=3, digest="d" * 64)
 PROOF = ProofParameters(topk=16, rows=4)

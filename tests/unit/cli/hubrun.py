@@ -37,7 +37,7 @@ def hub_config(folder: RunFolder) -> HubConfig:
     return HubConfig(
         folder=folder.path / "hub", run_id=folder.run_id, run=folder.recipe.run,
         settings=folder.recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}), environment=FakeEnvironment(),
-        encode=lambda task: list(task.prompt.encode()), eos_token_id=0, key=folder.key("hub"),
+        encode=lambda task: list(task.prompt.encode()), eos_token_ids=(0,), key=folder.key("hub"),
         root_key=folder.root_key, certificates=folder.certificates, sources=endpoints.sources,
         last_resort=endpoints.last_resort,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from shoal.protocol import (
     open_document,
 )  # fmt: skip
 from shoal.run.folder import RunFolder
-from shoal.run.owner import node_of, vouch_of
+from shoal.run.owner import certificate_of, node_of, vouch_for, vouch_of
 from shoal.runtime import StopToken, SystemClock
 from shoal.validator.profiles import Profile, to_toml
 
@@ -131,6 +131,29 @@ def test_validator_elsewhere_gets_its_certificate_as_a_file(folder: RunFolder, t
     assert there.certificate("validator-0").document["public_key"] == key.public_key
     assert there.endpoints.hub == folder.endpoints.hub
     assert order(folder, "add-validator", "no key") == 2
+
+
+def test_trusted_worker_is_certified_by_a_file_registers_with_it_and_is_revoked(folder, tmp_path, capsys):
+    key, out, vouch = load_or_create_key(tmp_path / "node.key"), tmp_path / "box.json", tmp_path / "vouch.json"
+    add = ["add-worker", key.public_key, "--out", str(out)]
+    assert order(folder, *add, "--for", "1e9") == 2
+    assert "holds for at most 100,000,000 seconds" in capsys.readouterr().err
+    assert order(folder, *add, "--for", "7200") == 0
+    said = capsys.readouterr().out
+    assert f"its certificate, for 2 h: {out}" in said
+    assert f"join {folder.endpoints.join} --folder FOLDER --trusted box.json" in said
+    vouch.write_text(vouch_for(key.node, ALICE).model_dump_json())
+    for other, file, message in ((BOB, out, "is for a trusted worker with key"), (key, vouch, "is not a certificate")):
+        with pytest.raises(UserError, match=message):
+            certificate_of(other, file)
+    client = client_of(folder, key)
+    assert client.register("box", "trusted", certificate_of(key, out)).role == "trusted"
+    assert "no policy" in client.lease(LeaseRequest(request="request-t", max_units=1)).waiting
+    assert "a trusted worker that the root key certified" in told(capsys, 0, "why", "box", folder.path).out
+    assert order(folder, "revoke", key.public_key) == 0
+    with pytest.raises(HubRefused, match="revoked"):
+        client.lease(LeaseRequest(request="request-u", max_units=1))
+    assert "was revoked by the run's owner, and that is for good" in told(capsys, 0, "why", "box", folder.path).out
 
 
 def test_limits_signed_by_the_root_key_open_a_new_kind(folder: RunFolder, tmp_path: Path, capsys: Capture) -> None:

@@ -164,7 +164,7 @@ def recipe(environment: EnvironmentSettings = SORT, tasks: int = TASKS) -> Recip
 
 def trainers_score(environment: EnvironmentSettings, tasks: int = TASKS) -> float:
     loaded = load_model("tiny")
-    sampling = SamplingParameters(temperature=1, max_new_tokens=NEW_TOKENS, eos_token_id=loaded.eos_token_id)
+    sampling = SamplingParameters(temperature=1, max_new_tokens=NEW_TOKENS, eos_token_ids=loaded.eos_token_ids)
     made = build(environment)
     held_out = list(made.tasks("held_out"))[:tasks]
     prompts = [loaded.tokenizer.encode(task.prompt) for task in held_out]
@@ -185,7 +185,7 @@ def test_the_folders_own_sampling_settings_do_not_count(export: Path, tmp_path: 
     copy = tmp_path / "export"
     shutil.copytree(export, copy)
     (copy / "generation_config.json").write_text(
-        '{"eos_token_id": [1, 5], "do_sample": true, "temperature": 5.0, "max_new_tokens": 1, "min_new_tokens": 9}'
+        '{"eos_token_id": [1, 2], "do_sample": true, "temperature": 5.0, "max_new_tokens": 1, "min_new_tokens": 9}'
     )
     assert score(copy, recipe(), StopToken()) == score(export, recipe(), StopToken())
 

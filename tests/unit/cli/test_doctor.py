@@ -131,7 +131,7 @@ def test_a_benchmark_measures_each_kind_of_work_beside_transformers(tmp_path, ca
 
 
 def test_a_benchmark_for_a_run_takes_its_policy_and_says_the_share(tmp_path, capsys, monkeypatch):
-    model, sampling = load_model("tiny"), SamplingParameters(temperature=1.0, max_new_tokens=9, eos_token_id=1)
+    model, sampling = load_model("tiny"), SamplingParameters(temperature=1.0, max_new_tokens=9, eos_token_ids=(1,))
     info = SimpleNamespace(profiles=("torch/cpu/float32",), proof=ProofParameters(rows=16), sampling=sampling)
     looks = iter([(10_000, 500), (30_000, 4_500)])  # 200 tokens a second
 

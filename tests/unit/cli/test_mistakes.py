@@ -66,6 +66,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("ledger witness demo", 2, "a witness watches a hub: give its URL"),
     ("admin puase .", 2, "there is no order 'puase' (did you mean 'pause'?): shoal admin --help lists them"),
     ("admin ban .", 2, "this order is given so: shoal admin ban RUN NODE"),
+    ("admin add-worker .", 2, "this order is given so: shoal admin add-worker RUN KEY"),
+    ("admin add-worker . abc", 2, "'abc' is no public key: it has 64 hex digits"),
     (f"admin pause {DEAD}", 2, "give --keys FOLDER with admin.key and admin.json"),
     ("key vouch xyz --owner none", 2, "'xyz' is neither a node id"),
     *((f"run TINY --set run.{key}=1", 2, f"{key} is not supported: truncated sampling")
@@ -94,6 +96,11 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("join http://host:1/#abc", 2, "is not a root fingerprint"),
     (f"join {DEAD} --max-memory lots", 2, "--max-memory 'lots' is no amount of bytes"),
     (f"join {DEAD} --max-bandwidth 20", 2, "--max-bandwidth '20' is no bandwidth: write for example 20Mbit/s"),
+    *((f"join {DEAD} --hours {hours}", 2, f"--hours '{hours}': {why}: write for example 22-7, or ")
+      for hours, why in (("22", "'22' is no part of a day"), ("25-3", "a day has 0:00 to 24:00"),
+        ("1:60-3", "a day has 0:00 to 24:00"), ("9-12,7-7", "'7-7' ends when it begins"),
+        ("9-12,", "'' is no part of a day"))),
+    ("join . --hours 22-7 --idle", 2, "--hours, --idle: only for a run's URL; what is in . is set by its recipe"),
     ("join . --max-disk 1GB", 2, "--max-disk: only for a run's URL; what is in . is set by its recipe"),
     ("join . --folder out --engine torch --device auto --dtype auto --name a --owner a --vouch b --no-check", 2,
         "--folder, --engine, --device, --dtype, --name, --owner, --vouch, --no-check: only for a run's URL"),

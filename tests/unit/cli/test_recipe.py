@@ -21,7 +21,7 @@ from shoal.runtime.config import dump_config, parse_config
 ROOT = Path(__file__).parents[3]
 
 SETTINGS = """
-run: name seed steps groups_per_step group_size max_staleness temperature max_new_tokens
+run: name seed steps groups_per_step group_size max_staleness temperature max_new_tokens stop
 model: path
 environment: name file data options train_size held_out_size mix length prompt judges
 environment: scoring shuffle_rewards retire_after
@@ -38,10 +38,12 @@ trainer.memory: precision recompute compile
 trainer.guards.NAME: limit action
 trainer.lora: rank alpha targets
 hub: host port advertise trusted_proxies database storage storage_endpoint link_mbit lease_s lease_hard_s audit
-hub: newcomer_share refill_cap drop_equal records_gb leases_per_node requests_per_key_s requests_per_address_s
+hub: newcomer_share trusted_audit refill_cap drop_equal records_gb leases_per_node
+hub: requests_per_key_s requests_per_address_s
 validator: max_audits keep_versions profiles device dtype memory_share count
 worker: units_per_lease device dtype memory_share count engine
 relay: count
+dashboard: public
 """
 MOST_SETTINGS = 123  # stop strings and trusted workers are to come; only goes down, unless a commit says why
 
@@ -127,6 +129,7 @@ def test_a_shipped_recipe_looks_here_for_what_it_does_not_bring(tmp_path: Path, 
 @pytest.mark.parametrize(("text", "message"), [
     ("[trainer]\nclip_delta = 1.1", r"clip_delta \(1.1\) must be above 1 \+ clip_epsilon"),
     ("[run]\nname = 'a/b'", r"\[run\] name = \"a/b\": string should match pattern"),
+    ("[run]\nstop = ['']", r"a stop string has 1 to 64 characters, none of them U\+FFFD; '' has 0"),
     ("[run]\ntop_p = 0.9", r"top_p is not supported: truncated sampling biases the importance ratio"),
     ('[trainer]\nloss = "cross_entropy"', r'\[trainer\]: loss = "cross_entropy" is for demonstrations.*shoal sft'),
     ("[worker]\ndtype = 'int8'", r"\[worker\] dtype = \"int8\": input should be 'auto', 'float32' or 'bfloat16'"),

@@ -16,7 +16,7 @@ from shoal.protocol.node import HeartbeatReply, NodeState, NodeView, RoleCertifi
 from shoal.protocol.signing import sign_document, verify_body, verify_request
 from shoal.runtime import Backoff, ManualClock, StopToken
 
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_id=0)
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=8, eos_token_ids=(0,))
 
 
 def key(number: int) -> SigningKey:

@@ -17,7 +17,7 @@ from shoal.models import from_numpy
 from shoal.protocol import PolicyManifest, PolicyRef, SamplingParameters, TensorView
 from shoal.shardcast import Payload
 
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=40, eos_token_id=1)
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=40, eos_token_ids=(1,))
 REQUEST = GenerationRequest((5, 6, 7), tuple(range(50)), SAMPLING)
 
 

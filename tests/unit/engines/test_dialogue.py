@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.engines import Engine, GenerationRequest, build
-from shoal.engines.dialogue import Characters, Dialogue, Line, Reading, Talks, dialogue_for, greedy_answers
+from shoal.engines.dialogue import Dialogue, Line, Reading, Talks, dialogue_for, greedy_answers
 from shoal.environments import EnvironmentSettings, has_dialogues
 from shoal.environments import build as build_environment
 from shoal.errors import ConfigError, ProtocolError
 from shoal.models import TextTokenizer, model_folder, read_files
+from shoal.models.ending import Characters, EndRule
 from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import DialogueTerms, Lease, PolicyRef, SamplingParameters, drawn_mask, pack_spans, unpack_spans
@@ -29,12 +30,12 @@ def moody(turns: Sequence[str]) -> str | None:
 
 def dialogue(max_turns: int = 4, limit: int = 24, frame: tuple[int, ...] = (7,), tool: Any = moody) -> Dialogue:
     terms = DialogueTerms(tool="moody", max_turns=max_turns, before=frame, after=frame[::-1])
-    return Dialogue(terms, EOS, limit, tool, Characters())
+    return Dialogue(terms, EndRule((EOS,)), limit, tool, Characters())
 
 
 def drawn(talk: Dialogue, dice: Sequence[int]) -> Line:
     """A completion of these tokens, as far as they are asked for."""
-    line, source = Line(talk.respond, EOS, talk.max_new_tokens), iter(dice)
+    line, source = Line(talk.respond, EndRule((EOS,)), talk.max_new_tokens), iter(dice)
     while line.take(line.forced if line.forced is not None else next(source)):
         pass
     return line
@@ -108,7 +109,7 @@ def test_words_that_look_like_special_tokens_are_spelt_out() -> None:
     assert texts.decode_many([list(texts.encode_plain("1<eos>2"))]) == ["1<eos>2"]
     assert texts.encode_plain("12*3") == texts.encode("12*3")
     terms = DialogueTerms(tool="t", max_turns=2)
-    talk = Dialogue(terms, EOS, 20, lambda _turns: "<eos>", texts)
+    talk = Dialogue(terms, EndRule((EOS,)), 20, lambda _turns: "<eos>", texts)
     assert talk.respond([5, EOS]) == texts.encode_plain("<eos>")
     assert talk.read([5, EOS, *texts.encode_plain("<eos>"), 6, EOS]).finish == "eos"
     assert talk.read([5, EOS, EOS, 6, EOS]).problem == "other words"
@@ -119,7 +120,7 @@ def lease(tool: str | None = "calculator") -> Lease:
     return Lease(
         run="r", lease="l", node="n", unit=0, attempt=0, policy=PolicyRef(incarnation=0, version=0, digest="d" * 64),
         task="t", prompt_ids=(5,), seeds=("0" * 16,), environment_digest="e" * 64, issued_at_ms=0, deadline_ms=1,
-        sampling=SamplingParameters(temperature=1.0, max_new_tokens=30, eos_token_id=EOS), dialogue=terms,
+        sampling=SamplingParameters(temperature=1.0, max_new_tokens=30, eos_token_ids=(EOS,)), dialogue=terms,
     )  # fmt: skip
 
 
@@ -152,7 +153,7 @@ def test_malformed_spans_are_refused(spans: list[tuple[int, int]]) -> None:
             unpack_spans(b"\1" * length, 10)
 
 
-COLD = SamplingParameters(temperature=1e-4, max_new_tokens=24, eos_token_id=EOS)
+COLD = SamplingParameters(temperature=1e-4, max_new_tokens=24, eos_token_ids=(EOS,))
 PROMPTS = ("31=", "90713=", "5=", "8642=")
 
 
@@ -173,7 +174,7 @@ def test_greedy_dialogues_are_those_of_sampling_without_heat(engine: Engine, tin
     sampling = COLD.model_copy(update={"max_new_tokens": limit})
     prompts = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
     terms = DialogueTerms(tool="t", max_turns=3, before=(3,), after=(3,))
-    talk = Dialogue(terms, EOS, limit, lambda turns: chr(5 + len(turns)), Characters())
+    talk = Dialogue(terms, EndRule((EOS,)), limit, lambda turns: chr(5 + len(turns)), Characters())
     talks = [talk, None, talk, talk]
     wanted = []
     for prompt, each in zip(prompts, talks, strict=True):

@@ -20,7 +20,7 @@ from shoal.engines.torch import TorchEngine
 from shoal.errors import ResourceError
 from shoal.protocol import ProofParameters, SamplingParameters
 
-SAMPLING = SamplingParameters(temperature=0.8, max_new_tokens=24, eos_token_id=1)
+SAMPLING = SamplingParameters(temperature=0.8, max_new_tokens=24, eos_token_ids=(1,))
 PROOF = ProofParameters(topk=16, rows=4)
 PROMPTS = [tuple(range(10, 10 + length)) for length in (1, 7, 3, 20)]
 
@@ -111,7 +111,7 @@ def test_dialogues_are_continued_where_they_were(model, caplog) -> None:
     def respond(token_ids: list[int]) -> tuple[int, ...] | None:
         return (7, 8, 9) if token_ids.count(EARLY) < 3 else None
 
-    sampling = SAMPLING.model_copy(update={"eos_token_id": EARLY})
+    sampling = SAMPLING.model_copy(update={"eos_token_ids": (EARLY,)})
     asked = [GenerationRequest(r.prompt_ids, r.seeds, sampling, respond=respond) for r in requests()]
     expected = TorchEngine.wrap(model).generate(asked, PROOF)
     assert any(completion.given for group in expected for completion in group)

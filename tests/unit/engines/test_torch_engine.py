@@ -25,7 +25,7 @@ from shoal.protocol import PolicyRef, ProofParameters, SamplingParameters
 from shoal.sampling import inverse, uniforms
 from shoal.toploc import check_proofs, commit, compare
 
-SAMPLING = SamplingParameters(temperature=0.8, max_new_tokens=12, eos_token_id=1)
+SAMPLING = SamplingParameters(temperature=0.8, max_new_tokens=12, eos_token_ids=(1,))
 PROMPTS = [tuple(range(10, 10 + length)) for length in (1, 7, 3, 20, 7)]
 REF = PolicyRef(incarnation=0, version=0, digest="ab" * 32)
 
@@ -73,7 +73,7 @@ def test_batched_cached_padded_decoding_equals_plain_transformers(model):
 def test_however_work_is_cut_the_numbers_are_the_same(model, monkeypatch, patched, value, limits):
     whole = TorchEngine.wrap(model)
     asked = requests()
-    completions, greedy = whole.generate(asked), [ids.tolist() for ids in whole.greedy(PROMPTS, 9, 1)]
+    completions, greedy = whole.generate(asked), [ids.tolist() for ids in whole.greedy(PROMPTS, 9, (1,))]
     assert max(len(completion.token_ids) for completion in completions[0]) > 10
     prefilled = [PrefillRequest(prompt, completions[i][0].token_ids, 0.8) for i, prompt in enumerate(PROMPTS)]
     expected = whole.prefill(prefilled)
@@ -81,7 +81,7 @@ def test_however_work_is_cut_the_numbers_are_the_same(model, monkeypatch, patche
         monkeypatch.setattr(patched, value)
     cut = TorchEngine.wrap(model, **limits)
     assert exactly(cut.generate(asked)) == exactly(completions)
-    assert [ids.tolist() for ids in cut.greedy(PROMPTS, 9, 1)] == greedy
+    assert [ids.tolist() for ids in cut.greedy(PROMPTS, 9, (1,))] == greedy
     for one, two in zip(expected, cut.prefill(prefilled), strict=True):
         np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
 
@@ -120,13 +120,13 @@ def test_weights_that_do_not_fit_leave_no_policy_behind():
 def test_a_wrapped_model_is_used_as_it_is_and_keeps_its_mode(model):
     model.train()
     engine = TorchEngine.wrap(model)
-    before = engine.greedy(PROMPTS[:1], 5, 1)[0].tolist()
+    before = engine.greedy(PROMPTS[:1], 5, (1,))[0].tolist()
     assert model.training
     bias = torch.zeros_like(model.lm_head.weight)
     bias[before[0]] = -10.0 * model.lm_head.weight.detach()[before[0]].sign()
     with torch.no_grad():
         model.lm_head.weight.add_(bias)
-    after = engine.greedy(PROMPTS[:1], 5, 1)[0].tolist()
+    after = engine.greedy(PROMPTS[:1], 5, (1,))[0].tolist()
     with torch.no_grad():
         model.lm_head.weight.sub_(bias)
     assert before != after
@@ -193,8 +193,8 @@ def page_requests(tiny) -> list[GenerationRequest]:
     """Prompts of one to forty tokens, limits of 20 and 70 tokens, two temperatures; some end by themselves."""
     prompts = ("1=", "3142=", "9" * 36 + "=", "51=")
     samplings = [
-        SamplingParameters(temperature=heat, max_new_tokens=limit, eos_token_id=eos)
-        for heat, limit, eos in ((1.0, 20, tiny.eos_token_id), (0.7, 70, 500))
+        SamplingParameters(temperature=heat, max_new_tokens=limit, eos_token_ids=eos)
+        for heat, limit, eos in ((1.0, 20, tiny.eos_token_ids), (0.7, 70, (500,)))
     ]
     return [
         GenerationRequest(tiny.tokenizer.encode(prompt), tuple(range(100 * n, 100 * n + 5)), samplings[n % 2])
@@ -236,7 +236,7 @@ def test_a_group_computes_its_prompt_once(tiny, monkeypatch, pages, rows) -> Non
 
 def test_a_place_is_taken_as_soon_as_its_row_has_ended(tiny, monkeypatch) -> None:
     """One long row and many short ones in two places: the steps are those of the long one, or hardly more."""
-    long, short = (SamplingParameters(temperature=1.0, max_new_tokens=limit, eos_token_id=500) for limit in (96, 4))
+    long, short = (SamplingParameters(temperature=1.0, max_new_tokens=limit, eos_token_ids=(500,)) for limit in (96, 4))
     asked = [GenerationRequest((5, 6), (1,), long), GenerationRequest((5, 6), tuple(range(16)), short)]
     monkeypatch.setattr(decoder, "SIZES", (2,))
     monkeypatch.setattr(CpuDecoder, "guessing_rows", 0)

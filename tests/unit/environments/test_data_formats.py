@@ -44,13 +44,6 @@ def test_aime(name: str, packed: bool, tmp_path: Path) -> None:
     assert environment.score(tasks[6], "The answer is \\boxed{5}.").value == 0.0
 
 
-@pytest.mark.parametrize("answer", ["1000", "-1", "3.5", "ten", "", None, "٣"])
-def test_aime_refuses_other_answers(answer: str | None, tmp_path: Path) -> None:
-    rows = [{"problem": f"{number}?", "answer": answer if number == 3 else "7"} for number in range(8)]
-    with pytest.raises(UnusableTask, match=r"row 3 .*answer is"):
-        _ = data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows), format="aime").task("3").answer
-
-
 def test_question_and_answer_columns(tmp_path: Path) -> None:
     tasks = data.tasks_of(data.open_data(data.FORMATS / "gsm.jsonl", held_out_size=1))
     assert [task.answer for task in tasks] == ["5", "15", "14", "9", "13"]

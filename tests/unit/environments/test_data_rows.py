@@ -106,35 +106,32 @@ def test_long_solutions_without_an_answer_are_not_compared(solution: str, tmp_pa
     assert "kind 'mathematics', 3 rows" in data.refused(data.write_jsonl(tmp_path / "b.jsonl", rows[:3]))
 
 
-@pytest.mark.parametrize("tests", [{"input": ["1"], "output": []}, {"input": "1", "output": "1"}, ["1"]])
-def test_contest_tests_that_are_no_pairs_cannot_be_used(tests: Any, tmp_path: Path) -> None:
-    rows = [{"description": f"{row}?", "public_tests": {"input": ["1"], "output": ["1"]}, "private_tests": None}
-            for row in range(6)]  # fmt: skip
-    rows[1]["public_tests"] = tests
-    reason = "public_tests is no object of as many inputs as outputs"
-    assert data.checked(data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows))).first == [(1, reason)]
+CONTEST = {"description": "?", "public_tests": {"input": ["1"], "output": ["1"]}, "private_tests": None}
+PAIRS = "public_tests is no object of as many inputs as outputs"
+LITERAL = "verification_info is neither JSON nor a dictionary as Python writes it"
 
 
-@pytest.mark.parametrize("gold", ["N/A", "none", "?", " - "])
-def test_a_gold_that_says_there_is_none_cannot_be_used(gold: str, tmp_path: Path) -> None:
-    rows = [{"problem": f"{row}?", "answer": gold if row == 2 else "1"} for row in range(6)]
-    reason = f"answer is {gold.strip()!r}, which says that there is no answer"
-    assert data.checked(data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows))).first == [(2, reason)]
+@pytest.mark.parametrize(("others", "change", "options", "reason"), [
+    *((CONTEST, {"public_tests": tests}, {}, PAIRS)
+      for tests in ({"input": ["1"], "output": []}, {"input": "1", "output": "1"}, ["1"])),
+    *(({"problem": "?", "answer": "1"}, {"answer": gold}, {}, f"answer is {gold.strip()!r}, which says that")
+      for gold in ("N/A", "none", "?", " - ")),
+    *((data.described(1)[0], {"verification_info": info}, {}, LITERAL) for info in ("{'a': open('x')}", "{'a'")),
+    *(({"problem": "?", "answer": "7"}, {"answer": answer}, {"format": "aime"}, "answer is")
+      for answer in ("1000", "-1", "3.5", "ten", "", None, "٣")),
+])  # fmt: skip
+def test_single_bad_row_is_left_out_with_its_reason(others, change, options, reason, tmp_path):
+    column = next(name for name in ("prompt", "problem", "description") if name in others)
+    rows = [{**others, column: f"{row}?"} for row in range(8)]
+    rows[2] |= change
+    problems = data.checked(data.open_data(data.write_jsonl(tmp_path / "a.jsonl", rows), **options))
+    assert [(row, said.startswith(reason)) for row, said in problems.first] == [(2, True)]
 
 
 def test_a_band_without_a_column_of_rates_says_how_to_name_one(tmp_path: Path) -> None:
     rows = [{"problem": f"{row}?", "answer": "1", "llama8b_solve_rate": 0.3} for row in range(6)]
     said = data.refused(data.write_jsonl(tmp_path / "a.jsonl", rows), keep_solve_rate=(0.1, 0.8))
     assert "needs one column of solve rates, not none (by its name, solve_rate…); there are problem, answer, " in said
-
-
-def test_single_bad_rows_are_left_out_without_asking(tmp_path: Path) -> None:
-    path = data.write_jsonl(
-        tmp_path / "a.jsonl", data.described(20, verification_info={3: "{'a': open('x')}", 4: "{'a'"})
-    )
-    problems = data.checked(data.open_data(path))
-    reason = "verification_info is neither JSON nor a dictionary as Python writes it"
-    assert problems.first == [(3, reason), (4, reason)]
 
 
 @pytest.mark.parametrize(("info", "read"), [

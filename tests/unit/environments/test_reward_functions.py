@@ -9,10 +9,10 @@ import pytest
 from kit.tables import table
 from shoal.engines.asking import Asking
 from shoal.environments import Environment, EnvironmentSettings, build, columns_of
-from shoal.environments.protocol import SPLITS, Task
+from shoal.environments.protocol import SPLITS, Task, reads_tokens, refuse_tokens
 from shoal.errors import EnvironmentSetupError, ScoringFailure
 from shoal.models import TextTokenizer, model_folder, read_files
-from shoal.rewards import Job, ScoringPool
+from shoal.rewards import DirectScorer, Job, ScoringPool
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 # the examples of TRL's documentation, by what they do: lengths, a format, a reference, several tasks, async
@@ -167,6 +167,43 @@ def test_scoring_processes_call_the_same_functions(tmp_path):
     finally:
         pool.close()
     assert found == [4.0, 0.0, 2.0, 1.0]
+
+
+# as `trl.rewards.get_soft_overlong_punishment(8, 4)` makes one; the second must not get what it does not name
+OVERLONG = """
+tasks = [{"prompt": "a"}]
+def made(longest, cache):
+    def soft(completion_ids, **kwargs):
+        assert all(type(token) is int for ids in completion_ids for token in ids)
+        over = [len(ids) - (longest - cache) for ids in completion_ids]
+        return [-1.0 if n > cache else -max(0, n) / cache for n in over]
+    return soft
+def plain(completions, **kwargs):
+    return [float("completion_ids" in kwargs)]
+reward_funcs = [made(8, 4), plain]
+"""
+
+
+def test_functions_that_name_the_tokens_get_them_through_every_layer(load, tmp_path):
+    file = tmp_path / "reward.py"
+    for settings in ({"prompt": {"thinking": "<think>"}}, {}, {"mix": ({"file": file, "label": "x"},), "file": None}):
+        made = load(OVERLONG, **settings) if "mix" not in settings else build(EnvironmentSettings(mix=settings["mix"]))
+        [task], wanted = all_tasks(made), {4: 0.0, 6: -0.5, 8: -1.0, 9: -1.0}
+        assert reads_tokens(made)
+        jobs = [Job(task.id, "text", tuple(range(n))) for n in wanted]
+        assert [score.value for score in DirectScorer(made).scores(jobs)] == list(wanted.values())
+        [failure] = DirectScorer(made).scores([Job(task.id, "text")])
+        assert "asks for completion_ids; only the text is known here" in str(failure)
+        with pytest.raises(EnvironmentSetupError, match="shoal sft --verify scores texts"):
+            refuse_tokens(made, "shoal sft --verify")
+    pool = ScoringPool(EnvironmentSettings(file=file), load(OVERLONG))
+    try:
+        assert [score.value for score in pool.scores([Job("reward/0", "", (7,) * n) for n in wanted])] == [
+            *wanted.values()
+        ]
+    finally:
+        pool.close()
+    assert not reads_tokens(load(FUNCTIONS))
 
 
 def test_the_reward_files_of_the_guide_work(load):

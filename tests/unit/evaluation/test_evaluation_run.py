@@ -358,6 +358,20 @@ def test_rescore_replaces_all_scores_and_a_second_run_finds_them(tmp_path: Path)
     assert finished(out, of(mended).about) == json.loads((out / SUMMARY).read_bytes())
 
 
+def test_rewards_by_tokens_are_evaluated_and_rescored_only_with_the_tokens(tmp_path: Path) -> None:
+    rewards = "def short(completion_ids, **columns):\n    return [-float(len(completion_ids[0]))]\n"
+    text, _, _ = REWARD.partition("def score")
+    (tmp_path / "reward.py").write_text(text + rewards)
+    by_tokens, out = EnvironmentSettings(file=tmp_path / "reward.py"), tmp_path / "out"
+    drawn = run(out, of(by_tokens))
+    lengths = [tokens for row in rows(out) for tokens in row["tokens"]]
+    assert drawn["avg_at_k"]["value"] == again(out, by_tokens)["avg_at_k"]["value"] == -sum(lengths) / len(lengths)
+    run(tmp_path / "texts", of(reward_file(tmp_path, EXACT)))
+    (tmp_path / "reward.py").write_text(text + rewards)
+    with pytest.raises(ConfigError, match="asks for completion_ids now, and these completions were stored without"):
+        again(tmp_path / "texts", by_tokens)
+
+
 def test_grader_that_breaks_the_command_costs_no_generation(tmp_path: Path, monkeypatch: Patch) -> None:
     first, second = SortingEngine(), SortingEngine()
     with monkeypatch.context() as patched:

@@ -23,7 +23,7 @@ from torch import nn
 from kit.tables import table
 from kit.tiny import build_tiny
 from shoal.errors import ModelError
-from shoal.models import TextTokenizer, as_numpy, eos_token_id, from_numpy, model_folder, read_files
+from shoal.models import TextTokenizer, as_numpy, eos_token_ids, from_numpy, model_folder, read_files
 from shoal.models.folder import model_size
 from shoal.models.load import adapted, check_policy, load_model, model_from_files
 from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_adapters, merged, without_adapters
@@ -60,10 +60,15 @@ def test_decode_removes_one_final_end_and_transformers_reads_the_same_tokenizer(
 
 
 def test_the_end_of_sequence_is_found_where_models_put_it():
-    assert eos_token_id({"config.json": b'{"eos_token_id": 7}'}) == 7
-    assert eos_token_id({"config.json": b"{}", "generation_config.json": b'{"eos_token_id": [5, 6]}'}) == 5
+    assert eos_token_ids({"config.json": b'{"eos_token_id": 7}'}) == (7,)
+    assert eos_token_ids({"config.json": b"{}", "generation_config.json": b'{"eos_token_id": [5, 6, 5]}'}) == (5, 6)
+    config, added = json.dumps({"eos_token": {"content": "<e>"}}).encode(), [{"id": 3, "content": "<e>"}]
+    named = {"tokenizer_config.json": config, "tokenizer.json": json.dumps({"added_tokens": added}).encode()}
+    assert eos_token_ids({"config.json": b'{"eos_token_id": null}', **named}) == (3,)
+    with pytest.raises(ModelError, match="17 end-of-sequence tokens; at most 16"):
+        eos_token_ids({"config.json": json.dumps({"eos_token_id": [*range(17)]}).encode()})
     with pytest.raises(ModelError, match="no end-of-sequence token"):
-        eos_token_id({"config.json": b'{"eos_token_id": null}'})
+        eos_token_ids({"config.json": b'{"eos_token_id": null}'})
 
 
 @pytest.mark.parametrize("damage", [b"{", b"[]", b"{}", b"\xff\xfe"])
@@ -71,7 +76,7 @@ def test_a_damaged_file_is_said_to_be_one(damage):
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
         TextTokenizer({**FILES, "tokenizer.json": damage})
     with pytest.raises(ModelError, match=r"config\.json is no JSON|no end-of-sequence token"):
-        eos_token_id({"config.json": damage})
+        eos_token_ids({"config.json": damage})
 
 
 def test_missing_folders_and_files(tmp_path):
@@ -182,7 +187,7 @@ def test_the_built_in_policy_is_what_its_provenance_says(capfd):
     loaded = load_model("tiny")
     assert capfd.readouterr() == ("", ""), "nothing is drawn on the terminal"
     assert sum(p.numel() for p in loaded.model.parameters()) == provenance["weights"]
-    assert loaded.eos_token_id == loaded.model.config.eos_token_id == 1
+    assert loaded.eos_token_ids == (loaded.model.config.eos_token_id,) == (1,)
     assert not loaded.model.training
 
 

@@ -124,6 +124,9 @@ def test_templates_come_from_file_or_configuration_and_chat_without_one_is_refus
 
 
 def test_tokens_around_a_tools_answer_equal_the_templates() -> None:
+    several = {**model(), "config.json": json.dumps({"eos_token_id": [IDS["<s>"], IDS["<|end|>"]]}).encode()}
+    assert PromptEncoder(several).frame() == PromptEncoder(model()).frame()
+    assert [PromptEncoder(several, chat=chat).end_of_turn for chat in (None, False)] == [IDS["<|end|>"], IDS["<s>"]]
     before, after = PromptEncoder(model(), thinking="<think>").frame()
     assert before == (IDS["<|user|>"],)  # the end of the model's turn is the token that it drew itself
     assert after == (IDS["<|end|>"], IDS["<|bot|>"], IDS["<think>"])

@@ -35,9 +35,9 @@ def test_every_document_has_a_kind_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("kind", "values"), [
-    (SamplingParameters, {"temperature": 0, "max_new_tokens": 1, "eos_token_id": 0}),
-    (SamplingParameters, {"temperature": float("nan"), "max_new_tokens": 1, "eos_token_id": 0}),
-    (SamplingParameters, {"temperature": 1, "max_new_tokens": 0, "eos_token_id": 0}),
+    (SamplingParameters, {"temperature": 0, "max_new_tokens": 1, "eos_token_ids": [0]}),
+    (SamplingParameters, {"temperature": float("nan"), "max_new_tokens": 1, "eos_token_ids": [0]}),
+    (SamplingParameters, {"temperature": 1, "max_new_tokens": 0, "eos_token_ids": [0]}),
     (LeaseRequest, {"request": "short"}), (LeaseRequest, {"request": "r" * 8, "wait_s": 61}),
     (LeaseRequest, {"request": "r" * 8, "max_units": 257}),
     (PolicyRef, {"incarnation": 0, "version": -1, "digest": "ab" * 32}),

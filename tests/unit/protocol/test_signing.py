@@ -24,7 +24,7 @@ POLICY = PolicyRef(incarnation=0, version=3, digest="ab" * 32)
 LEASE = Lease(
     run="demo-1", lease="l-1", node=KEY.node, unit=7, attempt=0, policy=POLICY, task="sort/train/7",
     prompt_ids=(1, 2, 3), seeds=("00ff00ff00ff00ff",),
-    sampling=SamplingParameters(temperature=1.5, max_new_tokens=16, eos_token_id=0),
+    sampling=SamplingParameters(temperature=1.5, max_new_tokens=16, eos_token_ids=(0,)),
     environment_digest="cd" * 32, issued_at_ms=1, deadline_ms=2,
 )  # fmt: skip
 DOCUMENTS: list[Document] = [

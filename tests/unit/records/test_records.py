@@ -25,6 +25,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     with_texts = Bench(tmp_path / "hub", {"groups_per_step": 8}, changes=CHANGES)
     ok(with_texts.announce(0))
     yield with_texts
+    with_texts.close()
     with_texts.app.hub.close()
 
 

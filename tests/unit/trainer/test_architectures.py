@@ -131,7 +131,7 @@ def test_a_random_model_of_this_kind(name: str, tmp_path: Path) -> None:
 @torch.no_grad()
 def check_decoding(model: Any) -> None:
     """Cached, batched and padded: the log-probabilities that transformers' own logits give."""
-    sampling = SamplingParameters(temperature=0.8, max_new_tokens=6, eos_token_id=1)
+    sampling = SamplingParameters(temperature=0.8, max_new_tokens=6, eos_token_ids=(1,))
     requests = [GenerationRequest(tuple(range(5, 5 + length)), (length, 50), sampling) for length in (1, 7, 3)]
     for request, completions in zip(requests, TorchEngine.wrap(model).generate(requests), strict=True):
         for completion in completions:
@@ -192,7 +192,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 ])  # fmt: skip
 def test_unsupported_models_are_refused_with_a_reason(kind: str, changes: dict[str, Any], said: str) -> None:
     config = AutoConfig.for_model(kind, **changes)
-    sampling = SamplingParameters(temperature=1.0, max_new_tokens=3, eos_token_id=1)
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=3, eos_token_ids=(1,))
     files = {"config.json": config.to_json_string(use_diff=False).encode()}
     with pytest.raises(ModelError, match=said):
         TorchEngine.wrap(model_from_files(files)).generate([GenerationRequest((5, 6), (1, 2), sampling)])

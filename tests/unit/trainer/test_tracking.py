@@ -216,12 +216,18 @@ def test_a_row_is_a_rollout_with_its_texts_tokens_and_reward(archive: RolloutArc
         "step": 7, "unit": 40, "sample": 0, "task": "sort/40", "node": "node-40", "version": 6, "staleness": 1,
         "prompt": "31=", "completion": "13", "prompt_ids": list(TOKENIZER.encode("31=")),
         "token_ids": [*TOKENIZER.encode("13"), EOS], "logprobs": [-0.5, -1.0, -1.5], "given": [0, 1], "finish": "eos",
-        "reward": 1.0,
+        "reward": 1.0, "parts": [], "audit": "full",
     }  # fmt: skip
     seen = [(row["unit"], row["sample"], row["node"], row["staleness"], row["completion"]) for row in rows[1:]]
     assert seen == [(40, 1, "node-40", 1, ""), (41, 0, "node-41", 0, "0 2 ")]
     assert (rows[1]["token_ids"], rows[2]["logprobs"]) == ([EOS], [-0.5, -1.0, -1.5, -2.0])
     assert (rows[2]["prompt"], rows[2]["finish"], rows[2]["reward"]) == ("2 0=", "length", 0.25)
+
+
+def test_row_says_whether_its_group_was_checked_fully(archive: RolloutArchive) -> None:
+    groups = [STEP_7[0].groups[0].model_copy(update={"audit": "light"}), STEP_7[0].groups[1]]
+    table = pq.read_table(archive.write(STEP_7[0].model_copy(update={"groups": tuple(groups)}), STEP_7[1]))
+    assert table["audit"].to_pylist() == ["light", "light", "full"]
 
 
 def test_a_step_without_a_group_is_a_file_without_rows_of_the_same_schema(archive: RolloutArchive) -> None:

@@ -39,7 +39,7 @@ torch.set_num_threads(1)  # tiny models: a second thread on a busy machine only 
 RUN = "test-0123456789ab"
 KEY = SigningKey.from_seed(b"t" * 32)
 EOS = 1
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=EOS)
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_ids=(EOS,))
 SETTINGS = TrainerSettings(learning_rate=1e-3, minibatches=2, evaluate_every=2, batch_deadline_s=20, device="cpu")
 
 

@@ -12,6 +12,7 @@ from shoal.engines.groups import submission_of
 from shoal.engines.scripted import ScriptedEngine
 from shoal.environments import Score, Task
 from shoal.errors import EnvironmentSetupError, ScoringFailure
+from shoal.models.ending import decoding
 from shoal.protocol import PolicyRef, SigningKey, Submission, TensorView, pack, sign_document, submission_digest
 from shoal.protocol.lease import Lease, ProofParameters, SamplingParameters
 from shoal.protocol.verdict import Audit, Verdict
@@ -28,7 +29,7 @@ NODE = SigningKey.from_seed(b"n" * 32).node
 RUN = "demo-000000000000"
 EOS = 1
 POLICY = PolicyRef(incarnation=0, version=3, digest="d" * 64)
-SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=12, eos_token_id=EOS)
+SAMPLING = SamplingParameters(temperature=1.0, max_new_tokens=12, eos_token_ids=(EOS,))
 
 
 def weights(value: float) -> list[TensorView]:
@@ -90,7 +91,7 @@ def lease(unit: int = 5, seeds: int = 12, **changes: Any) -> Lease:
 @cache
 def long_lease() -> Lease:
     """Four seeds that give rollouts of 64 tokens, in chunks of 8."""
-    sampling = SamplingParameters(temperature=1.0, max_new_tokens=64, eos_token_id=0)
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=64, eos_token_ids=(0,))
     of = lease(5, seeds=24, sampling=sampling, proof=ProofParameters(topk=16, rows=8))
     full = [seed for seed, each in zip(of.seeds, completions(of), strict=True) if len(each.token_ids) == 64]
     return of.model_copy(update={"seeds": tuple(full[:4])})
@@ -98,7 +99,8 @@ def long_lease() -> Lease:
 
 def completions(of: Lease, by: ScriptedEngine | None = None, seeds: Sequence[int] | None = None) -> list[Completion]:
     wanted = tuple(seeds) if seeds is not None else of.seed_numbers
-    return (by or engine()).generate([GenerationRequest(of.prompt_ids, wanted, of.sampling)], of.proof)[0]
+    asked = GenerationRequest(of.prompt_ids, wanted, of.sampling, decode=decoding(of.sampling, {}))
+    return (by or engine()).generate([asked], of.proof)[0]
 
 
 @cache

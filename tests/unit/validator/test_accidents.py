@@ -175,7 +175,7 @@ Values = npt.NDArray[np.float32]
 @cache
 def groups(first: int, count: int) -> list[Case]:
     """Groups of a worker that rounds, as a validator sees that does not."""
-    sampling = SamplingParameters(temperature=1.0, max_new_tokens=40, eos_token_id=EOS)
+    sampling = SamplingParameters(temperature=1.0, max_new_tokens=40, eos_token_ids=(EOS,))
     terms = LeaseTemplate("coarse", 8, sampling, ProofParameters(), KIND)
     leases = [terms.lease(n, (10 + n % 80, 20 + n // 80, 30)) for n in range(first, first + count)]
     return honest.cases(leases, honest.rounding(0.1), Profile(key=KIND))

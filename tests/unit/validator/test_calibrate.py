@@ -169,7 +169,7 @@ def engines(worker: str, validator: str, tokens: int = 12, **plan: Any) -> tuple
     engine.load_policy(None, policy_views(loaded.model))
     assert isinstance(engine, TorchEngine)
     prompts = prompts_of(loaded.files, build_environment(EnvironmentSettings(name="sort")), tokens)
-    found = Plan(prompts, loaded.eos_token_id, tokens=tokens, model="tiny", date="2026-11-15", **plan)
+    found = Plan(prompts, loaded.eos_token_ids, tokens=tokens, model="tiny", date="2026-11-15", **plan)
     return engine.copied(loaded.files, worker), {f"cpu/{validator}": engine}, found
 
 

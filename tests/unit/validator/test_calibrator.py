@@ -158,7 +158,7 @@ def drawn_by_bfloat16() -> tuple[LoadedPolicy, Plan, Profile]:
     files = {**model.files, "config.json": random.config.to_json_string(use_diff=False).encode()}
     own = TorchEngine.wrap(random.bfloat16()).copied(files, "float32")
     prompts = prompts_of(files, build_environment(EnvironmentSettings(name="sort")), 12)
-    plan = Plan(prompts, model.eos_token_id, sequences=64, tokens=12)
+    plan = Plan(prompts, model.eos_token_ids, sequences=64, tokens=12)
     honest = Subject(own.copied(files, "bfloat16"), plan, print).drawn("main", 256, 12)
     bands = Bands.of(replayed(own, honest))
     seen = Measured(model="", tokens=1, date="", validators=("cpu/float32",), bands=bands.numbers())

@@ -17,7 +17,7 @@ from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, CertainLimits, ChannelLimits, LogprobLimits, NoiseLimits
 from shoal.validator.verdicts import AuditJob
 
-LONG = SamplingParameters(temperature=1.0, max_new_tokens=16, eos_token_id=500)
+LONG = SamplingParameters(temperature=1.0, max_new_tokens=16, eos_token_ids=(500,))
 REASONS = {
     "edited tokens": {"sampling.seed", "proofs.mismatch"}, "other seeds": {"sampling.seed"},
     "log-probabilities of another temperature": {"logprobs.mismatch"}, "another rollout's proofs": {"proofs.mismatch"},
@@ -43,7 +43,7 @@ def test_every_kind_is_caught_for_its_own_reason(name: str) -> None:
 @given(st.integers(0, 10_000), st.integers(1, 6), st.sampled_from([0.01, 0.3, 1.0, 3.0]), st.integers(1, 12))
 def test_whatever_is_made_of_honest_work_is_caught(unit: int, seeds: int, temperature: float, tokens: int) -> None:
     """A kind that would not surely show with this submission makes no twin of it."""
-    sampling = SamplingParameters(temperature=temperature, max_new_tokens=tokens, eos_token_id=1)
+    sampling = SamplingParameters(temperature=temperature, max_new_tokens=tokens, eos_token_ids=(1,))
     accused = original(lease(unit % 80, seeds=seeds, sampling=sampling))
     twins = {name: twin for name, forge in CANARY_CHEATS.items() if (twin := forge(accused)) is not None}
     assert "proofs that are constants" in twins

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from honest import EOS, KEY, audit_job, completions, engine, judge, judged, lease, loaded, proved, submission
+from honest import EOS, KEY, SAMPLING, audit_job, completions, engine, judge, judged, lease, loaded, proved, submission
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,6 +148,38 @@ CHEATS: dict[str, tuple[Cheat, str]] = {
 }  # fmt: skip
 
 
+def test_a_rollout_ends_at_the_first_of_several_end_tokens() -> None:
+    """A token of a long rollout is made an end: the honest rollout ends there, and the whole one goes on after it."""
+    index = long_rollout(lease())
+    another = int(submission(lease()).rollouts[index].token_ids[2])
+    of = lease(sampling=SAMPLING.model_copy(update={"eos_token_ids": (EOS, another)}))
+    whole = submission(lease())
+    honest, padded_on = judge().verdicts([audit_job(of), audit_job(of, whole)], loaded())
+    assert another in submission(of).rollouts[index].token_ids[-1:]
+    assert len(whole.rollouts[index].token_ids) > len(submission(of).rollouts[index].token_ids)
+    assert (honest.outcome, padded_on.reason) == (Outcome.ACCEPTED, "termination.past_eos")
+    assert padded_on.severity is Severity.CERTAIN
+
+
+def test_a_rollout_ends_where_its_text_has_a_stop_string() -> None:
+    """The scripted policy's tokens are characters; two of a long rollout are the stop string."""
+    index = long_rollout(lease())
+    stop = "".join(map(chr, submission(lease()).rollouts[index].token_ids[3:5]))
+    of = lease(sampling=SAMPLING.model_copy(update={"stop": (stop, "never so long")}))
+    honest = submission(of)
+    ended, whole = honest.rollouts[index], submission(lease())
+    assert (len(ended.token_ids), ended.finish) == (5, "eos")
+    short = msgspec.structs.replace(ended, tokens=ended.tokens[:-4], logprobs=ended.logprobs[:-4])
+    cheats = {
+        "": honest, "termination.past_eos": whole,
+        "termination.early": proved(of, with_rollout(of, index, tokens=short.tokens, logprobs=short.logprobs)),
+        "termination.finish": with_rollout(of, index, finish="length"),
+    }  # fmt: skip
+    verdicts = judge().verdicts([audit_job(of, each) for each in cheats.values()], loaded())
+    for reason, verdict in zip(cheats, verdicts, strict=True):
+        assert (verdict.reason, verdict.severity) == (reason, Severity.CERTAIN if reason else verdict.severity)
+
+
 @pytest.mark.parametrize("name", CHEATS)
 def test_every_cheat_fails_for_the_right_reason(name: str) -> None:
     cheat, reason = CHEATS[name]
@@ -228,7 +260,7 @@ def test_no_well_formed_nonsense_crashes_the_validator(rollouts: list[Rollout]) 
     assert verdict.reason.partition(".")[0] in {"shape", "proofs", "termination", "sampling", "logprobs"}
 
 
-NO_END = SamplingParameters(temperature=1.0, max_new_tokens=16, eos_token_id=500)
+NO_END = SamplingParameters(temperature=1.0, max_new_tokens=16, eos_token_ids=(500,))
 
 
 def long_lease(**changes: object) -> Lease:
@@ -350,7 +382,7 @@ def test_rare_tokens_of_a_nearly_sure_policy_are_honest() -> None:
     varentropy = float(chances @ (nats - entropy) ** 2)
 
     def finding(rare: int) -> Finding:
-        of = lease(seeds=1, sampling=SamplingParameters(temperature=1.0, max_new_tokens=count, eos_token_id=EOS))
+        of = lease(seeds=1, sampling=SamplingParameters(temperature=1.0, max_new_tokens=count, eos_token_ids=(EOS,)))
         rollout = Rollout(pack_tokens(range(count)), pack_logprobs(np.zeros(count)), "length", b"")
         what = msgspec.structs.replace(submission(lease()), rollouts=[rollout])
         logprobs = -np.repeat(nats, [count - rare, rare])

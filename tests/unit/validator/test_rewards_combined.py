@@ -10,10 +10,10 @@ import pytest
 from honest import RUN, LengthEnvironment, audit_job, lease, loaded, submission
 
 from kit import Logs
-from shoal.engines.dialogue import texts_of
 from shoal.environments import Environment, EnvironmentSettings, Score, budget_of, build, identity_of
 from shoal.environments.settings import JudgeSettings, LengthSettings, PromptSettings, ScoringSettings
 from shoal.errors import ScoringFailure
+from shoal.models.ending import texts_of
 from shoal.protocol import Lease, Outcome, Rollout, Verdict, pack_tokens
 from shoal.rewards import DirectScorer, Job, NotStarted
 from shoal.rewards.panel import JudgedText, JudgeSeat, Panel
@@ -74,13 +74,13 @@ def seated(judge: Opinion, label: str = "taste", kind: str = "openai", **changes
 
 
 def test_the_length_counts_what_was_drawn_without_the_end_token_and_without_what_was_given() -> None:
-    def count(tokens: list[int], given: list[int] | None = None, eos: int | None = 1) -> int:
+    def count(tokens: list[int], given: list[int] | None = None, eos: tuple[int, ...] = (1,)) -> int:
         rollout = Rollout(pack_tokens(tokens), b"", "eos", given=pack_tokens(given or []))
         return sampled_tokens(rollout, eos)
 
     assert [count([7, 8, 1]), count([7, 8]), count([1]), count([])] == [2, 2, 0, 0]
     assert count([7, 1, 9, 9, 9, 8, 8, 1], [2, 3]) == 4
-    assert [count([7, 8, 1], eos=None), count([7, 1, 9, 9, 9, 8, 8, 1], [2, 3], eos=None)] == [3, 5], "with it"
+    assert [count([7, 8, 1], eos=()), count([7, 1, 9, 9, 9, 8, 8, 1], [2, 3], eos=())] == [3, 5], "with it"
 
 
 @pytest.mark.parametrize("count_eos", [False, True])
@@ -92,7 +92,7 @@ def test_a_length_budget_makes_of_the_score_what_the_formula_says(tmp_path: Path
     assert verdict.outcome is Outcome.ACCEPTED
     target = settings.target(RUN, of.unit)
     for rollout, reward in zip(submission(of).rollouts, verdict.rewards, strict=True):
-        tokens = sampled_tokens(rollout, of.sampling.eos_token_id)
+        tokens = sampled_tokens(rollout, of.sampling.eos_token_ids)
         task = float(tokens % 3)  # the scripted engine's tokens are characters
         assert (reward.parts["task"], reward.parts["target"]) == (task, target)
         counted = len(rollout.token_ids) if count_eos else tokens

@@ -19,7 +19,7 @@ from shoal.validator.judge import Judge
 from shoal.validator.profiles import BUILT_IN, AccidentLimits, Profile, Profiles, load_profiles
 
 # Hot, and with an end token that is never drawn: every rollout is improbable, and of the same length.
-LONG = SamplingParameters(temperature=5.0, max_new_tokens=16, eos_token_id=500)
+LONG = SamplingParameters(temperature=5.0, max_new_tokens=16, eos_token_ids=(500,))
 PROFILE = BUILT_IN["scripted/cpu/float32"]
 
 
@@ -79,7 +79,7 @@ def test_judging_again_and_issuing_again_are_no_copies() -> None:
 
 
 def test_equal_rollouts_that_are_probable_are_ordinary() -> None:
-    by, cold = honest.judge(), SamplingParameters(temperature=0.001, max_new_tokens=16, eos_token_id=500)
+    by, cold = honest.judge(), SamplingParameters(temperature=0.001, max_new_tokens=16, eos_token_ids=(500,))
     first = lease(5, seeds=8, sampling=cold)
     second = lease(6, seeds=8, sampling=cold, prompt_ids=first.prompt_ids)
     tokens = {each.token_ids.tobytes() for of in (first, second) for each in completions(of)}
@@ -133,7 +133,7 @@ def test_rollouts_that_part_late_may_have_the_same_proof() -> None:
 
 
 def test_short_and_constant_proofs_tell_nothing() -> None:
-    short = lease(sampling=SamplingParameters(temperature=1.0, max_new_tokens=1, eos_token_id=500))
+    short = lease(sampling=SamplingParameters(temperature=1.0, max_new_tokens=1, eos_token_ids=(500,)))
     assert {len(rollout.proofs) for rollout in submission(short).rollouts} == {18}  # 8 values each
     assert [mark.kind for mark in case(short, submission(short)).marks] == []
     honest, replace = submission(hot()), msgspec.structs.replace

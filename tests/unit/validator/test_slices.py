@@ -23,7 +23,7 @@ def part(*tasks: str, **changes: Any) -> protocol.EvaluationSlice:
 
 def test_the_scores_are_those_of_the_greedy_completions_and_what_could_not_be_scored_has_none() -> None:
     found = evaluating(Hub()).report(part("t/1", "t/2", "t/3", "t/broken", "t/nan", "unknown"), loaded())
-    tokens = engine().greedy([(10, 20), (11, 20), (12, 20)], SAMPLING.max_new_tokens, EOS)
+    tokens = engine().greedy([(10, 20), (11, 20), (12, 20)], SAMPLING.max_new_tokens, (EOS,))
     assert found.scores[:3] == tuple(float(len(ids) - (ids[-1] == EOS)) for ids in tokens)
     assert found.scores[3:] == (None, None, None)
     assert (found.first, found.policy, found.problem, found.decided_at_ms) == (16, POLICY, "", ManualClock().now_ms())

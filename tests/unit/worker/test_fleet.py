@@ -96,6 +96,8 @@ def test_one_vouch_for_several_nodes_is_refused(tmp_path: Path) -> None:
     both = [WorkerPlace("gpu-0", "cuda", "0"), WorkerPlace("gpu-1", "cuda", "1")]
     with pytest.raises(UserError, match="a vouch is for one node, and these are 2 workers"):
         fleet.refuse_one_vouch(both, request(vouch=tmp_path / "v"))
+    with pytest.raises(UserError, match="a certificate is for one node, and these are 2 workers"):
+        fleet.refuse_one_vouch(both, request(trusted=tmp_path / "c"))
     fleet.refuse_one_vouch(both[:1], request(vouch=tmp_path / "v"))
 
 

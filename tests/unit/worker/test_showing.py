@@ -24,7 +24,7 @@ PROOF = ProofParameters(topk=16, rows=4)
 LEASE = Lease(
     run="demo", lease="u7a0", node="n" * 32, unit=7, attempt=0, policy=POLICY, task="t", prompt_ids=(10, 11),
     seeds=tuple(f"{seed:016x}" for seed in (5, 6, 7)), proof=PROOF, environment_digest="e" * 64, issued_at_ms=0,
-    sampling=SamplingParameters(temperature=1.0, max_new_tokens=30, eos_token_id=0), deadline_ms=8_000,
+    sampling=SamplingParameters(temperature=1.0, max_new_tokens=30, eos_token_ids=(0,)), deadline_ms=8_000,
 )  # fmt: skip
 RULES = Rules(
     steps=1, groups_per_step=1, group_size=3, max_staleness=0, max_new_tokens=30, refill_cap=1,

@@ -1,6 +1,7 @@
 """The worker's loop: what it asks for, generates and gives back; how it ends and waits; what its owner is told."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,6 +22,7 @@ from shoal.engines.scripted import ScriptedEngine
 from shoal.environments.tools import TOOLS
 from shoal.protocol import NodeState, unpack_spans
 from shoal.runtime import ManualClock, StopToken
+from shoal.runtime.limits import PAUSED, Allowance, Hours
 from shoal.toploc import split_proofs
 from shoal.worker import loop
 from shoal.worker.earnings import Earnings
@@ -31,8 +33,9 @@ from shoal.worker.settings import WorkerSettings, units_that_fit
 HUB = protocol.SigningKey.from_seed(b"h" * 32)
 KEY = protocol.SigningKey.from_seed(b"n" * 32)
 RUN = "demo-000000000000"
-SAMPLING = protocol.SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_id=1)
+SAMPLING = protocol.SamplingParameters(temperature=1.0, max_new_tokens=6, eos_token_ids=(1,))
 PROOFS = (protocol.ProofParameters(topk=8, rows=2), protocol.ProofParameters())
+NOON_MS = int(time.mktime((2026, 1, 15, 12, 0, 0, 0, 0, -1))) * 1000
 FAST = Intervals(poll_s=0, heartbeat_s=0.05, patience_s=20)
 
 
@@ -127,13 +130,16 @@ class ListShelf(EngineShelf):
             raise self.missing[f"v{ref.version}"]
         return LoadedPolicy(ref, self.engine, {})
 
+    def clear(self) -> None:
+        self.patience.append(-1.0)
+
 
 class Bench:
     """A worker with everything around it."""
 
     def __init__(
         self, folder: Path, *replies: Reply, profile: str = "torch/cpu/float32", chosen: bool = False,
-        **missing: Exception,
+        allowance: Allowance = Allowance(), **missing: Exception,
     ) -> None:  # fmt: skip
         self.hub = ListHub(*replies)
         self.shelf = ListShelf(**missing)
@@ -142,7 +148,8 @@ class Bench:
         client: Any = self.hub
         settings = WorkerSettings(units_per_lease=4)
         self.shelf.engine.kind = profile
-        self.worker = Worker(client, self.shelf, self.outbox, settings, self.stop, chosen=chosen, pace=FAST)
+        given = (client, self.shelf, self.outbox, settings, self.stop)
+        self.worker = Worker(*given, chosen=chosen, pace=FAST, allowance=allowance)
 
     @classmethod
     def worked(cls, *arguments: Any, **options: Any) -> "Bench":
@@ -331,6 +338,50 @@ def test_a_stopping_worker_generates_for_a_few_seconds_more(tmp_path: Path) -> N
         bench.worker._check(policy())
 
 
+def test_a_pause_gives_running_work_back_and_nothing_is_leased_until_it_ends(tmp_path, monkeypatch, caplog):
+    """It begins when the leases are there; the hub hears why, and a newer version waits."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(loop, "PAUSE_S", 0.01)
+    allowance, waited = Allowance(tmp_path), threading.Event()
+
+    def granted() -> list[protocol.Lease]:
+        (tmp_path / PAUSED).touch()
+        return [lease(1), lease(2)]
+
+    bench = Bench(tmp_path, granted, [lease(3)], allowance=allowance)
+    thread = threading.Thread(target=bench.worker.run)
+    thread.start()
+    eventually(lambda: bool(bench.hub.beats and bench.hub.beats[-1].doing == "paused by its owner"))
+    newer = threading.Thread(target=lambda: (bench.worker.hear_published(policy()), waited.set()))
+    newer.start()
+    before = len(bench.hub.beats)
+    eventually(lambda: len(bench.hub.beats) > before + 2)
+    assert (bench.released, bench.units, len(bench.hub.requests)) == ([("lease-1", "lease-2")], [], 1)
+    assert bench.hub.released[0].reason == "paused by its owner"
+    assert bench.shelf.patience == [loop.FETCH_S, pytest.approx(60, abs=5), -1.0], "the engine is given up"
+    assert not waited.is_set()
+    (tmp_path / PAUSED).unlink()
+    thread.join(30)
+    assert waited.wait(20)
+    assert bench.units == [3]
+    assert caplog.messages.count("paused by its owner") == 1
+    assert bench.hub.beats[-1].doing == ""
+
+
+def test_hours_that_end_give_running_work_back_and_a_run_that_ends_ends_the_pause(tmp_path: Path) -> None:
+    clock = ManualClock(NOON_MS)
+
+    def granted() -> list[protocol.Lease]:
+        clock.advance(60)
+        bench.hub.finished = True
+        return [lease(1)]
+
+    bench = Bench(tmp_path, granted, allowance=Allowance(hours=Hours.parse("22-12:01"), clock=clock))
+    bench.worker.run()
+    assert (bench.released, bench.units, bench.worker.finished) == ([("lease-1",)], [], True)
+    assert bench.hub.released[0].reason == "paused until 22:00"
+
+
 def test_deadlines_may_be_heard_while_those_of_ended_leases_are_forgotten(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [lease(1)])
     worker = bench.worker
@@ -461,7 +512,7 @@ def test_a_worker_without_work_chooses_again_if_the_run_does_not_take_its_kind(t
 
 
 def long_lease(prompt: int, seeds: int) -> protocol.Lease:
-    sampling = protocol.SamplingParameters(temperature=1.0, max_new_tokens=90, eos_token_id=1)
+    sampling = protocol.SamplingParameters(temperature=1.0, max_new_tokens=90, eos_token_ids=(1,))
     sizes = {"prompt_ids": (5,) * prompt, "seeds": tuple(f"{i:016x}" for i in range(seeds))}
     return lease(1).model_copy(update={"sampling": sampling, **sizes})
 

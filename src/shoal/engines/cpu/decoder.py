@@ -3,7 +3,7 @@
 The forward pass is `dense`. The counterpart of a GPU's captured graph is a short loop: the host sees every token, so
 ended rows leave the step, and a window ends early if other rows wait for their places.
 
-R: live rows, T: steps of a window, H: hidden size, W: pages of a row.
+R: live rows, E: end tokens, T: steps of a window, H: hidden size, W: pages of a row.
 """
 
 import time
@@ -45,17 +45,17 @@ class CpuDecoder(PagedDecoder):
             return
         live_R = slots.alive[:size].nonzero()[:, 0]
         uniforms_RT = self._uniforms(pool, live_R, steps)
-        names = ("token", "context", "drawn", "limit", "eos", "temperature", "table_SW")
+        names = ("token", "context", "drawn", "limit", "ends_SE", "temperature", "table_SW")
         columns, left = [getattr(slots, name)[live_R] for name in names], len(live_R) - ended
         for step in range(steps):
-            token_R, context_R, drawn_R, limit_R, eos_R, heat_R, table_RW = columns
+            token_R, context_R, drawn_R, limit_R, ends_RE, heat_R, table_RW = columns
             states_RH = self._dense.states(pool.cache, token_R, context_R, table_RW)
             if proves:
                 slots.hidden_SCH[live_R, drawn_R % (2 * pool.chunk)] = states_RH.to(torch.bfloat16)
             token_R, logprob_R = self._choose(states_RH, uniforms_RT[:, step], heat_R, greedy)
             pool.tokens_SW[live_R, step], pool.logprobs_SW[live_R, step] = token_R.int(), logprob_R
             columns[:3] = token_R, context_R + 1, drawn_R + 1
-            lives_R = (token_R != eos_R) & (columns[2] < limit_R)
+            lives_R = (token_R[:, None] != ends_RE).all(dim=1) & (columns[2] < limit_R)
             if not bool(lives_R.all()):
                 slots.drawn[live_R], slots.alive[live_R] = columns[2], lives_R
                 live_R, uniforms_RT = live_R[lives_R], uniforms_RT[lives_R]
@@ -89,8 +89,8 @@ class CpuDecoder(PagedDecoder):
             tokens_N, logprobs_N = self._choose(states_NH, uniforms_N, slots.temperature[slot_N], greedy)
             said, start = tokens_N.tolist(), 0
             for slot, tokens in fed.items():
-                own, eos, count = said[start : start + len(tokens)], int(slots.eos[slot]), 1
-                while count < len(tokens) and own[count - 1] == tokens[count] and tokens[count] != eos:
+                own, ends, count = said[start : start + len(tokens)], slots.ends_SE[slot].tolist(), 1
+                while count < len(tokens) and own[count - 1] == tokens[count] and tokens[count] not in ends:
                     count += 1
                 new, at = slice(start, start + count), slice(done[slot], done[slot] + count)
                 pool.tokens_SW[slot, at], pool.logprobs_SW[slot, at] = tokens_N[new].int(), logprobs_N[new]
@@ -101,7 +101,7 @@ class CpuDecoder(PagedDecoder):
                 slots.token[slot] = own[count - 1]
                 slots.context[slot] += count
                 slots.drawn[slot] += count
-                slots.alive[slot] = own[count - 1] != eos and slots.drawn[slot] < slots.limit[slot]
+                slots.alive[slot] = own[count - 1] not in ends and slots.drawn[slot] < slots.limit[slot]
                 start += len(tokens)
             for check in checks:
                 check()

@@ -7,7 +7,7 @@
     prefill    the whole sequence as a prompt ─► its states, piece by piece ─► statistics, points
     policy     first: built with arbitrary weights ─► written ─► probed         later: written in place
 
-vLLM ends no completion and knows no seed, temperature or end-of-sequence token: `Line` ends a row, and its request is
+vLLM ends no completion and knows no seed, temperature or end-of-sequence tokens: `Line` ends a row, and its request is
 aborted. A prompt is computed once for its group (prefix caching). The cache is emptied after every call, so no policy
 is computed with another one's keys.
 

@@ -35,7 +35,7 @@ def check_model(engine: Engine, files: Mapping[str, bytes], tensors: Mapping[str
     """Raise `ModelError` if what `engine` generates differs from a prefill with the same weights."""
     tokens = min(TOKENS, int(read_config(files).get("max_position_embeddings") or 2 * TOKENS) // 2)
     prompt = tuple(7 * n % engine.vocabulary_size for n in range(1, tokens + 1))
-    sampling = SamplingParameters.model_construct(temperature=1.0, max_new_tokens=tokens, eos_token_id=-1)
+    sampling = SamplingParameters.model_construct(temperature=1.0, max_new_tokens=tokens, eos_token_ids=())
     try:
         [group] = engine.generate([GenerationRequest(prompt, SEEDS, sampling)], PROOF)
     except RuntimeError as error:

@@ -199,9 +199,8 @@ class Splits:
 
 
 def split(found: Scan, other: Scan | None, held_out_size: int) -> Splits:
-    """Hold out the questions with the lowest digests, each by its first row, or those of another data set. Rows that
-    repeat a held-out question are in no split; with another data set all its questions count, beyond `held_out_size`,
-    too."""
+    """Hold out the questions with the lowest digests, each by its first row, or the first `held_out_size` of another
+    data set. Rows that repeat a held-out question, or any question of the other data set, are in no split."""
     rows = np.flatnonzero(found.usable & found.kept)
     keys, size = found.keys[rows], 0
     if other is not None:

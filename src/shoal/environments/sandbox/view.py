@@ -25,6 +25,10 @@ STREAMS = {"/dev/fd": "", "/dev/stdin": "/0", "/dev/stdout": "/1", "/dev/stderr"
 STACK_KB = 65_536  # for deep recursion; it counts as memory once it is used
 SHELL = f'ulimit -c 0; ulimit -S -s {STACK_KB} 2>/dev/null; exec "$@"'
 
+ISOLATED = (
+    "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent",
+    "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL",
+)  # fmt: skip
 _AS_ROOT = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
 ENVIRON = {
     "PATH": "/nowhere",
@@ -68,8 +72,7 @@ def command(inside: list[str], *, uid: int) -> list[str]:
     executable, _prefix = interpreter()
     return [
         *("/bin/sh", "-c", SHELL, "sandbox", bubblewrap()),
-        *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
-        *("--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"),
+        *ISOLATED,
         # as root: only the capabilities to change the user; they are dropped after that
         *(_AS_ROOT if uid else ("--unshare-user", "--uid", "65534", "--gid", "65534")),
         *_files(),
@@ -81,14 +84,18 @@ def command(inside: list[str], *, uid: int) -> list[str]:
     ]
 
 
+def mounted(path: Path) -> list[str]:
+    link = path.is_symlink()
+    return ["--symlink", str(path.readlink()), str(path)] if link else ["--ro-bind", str(path), str(path)]
+
+
 @cache
 def _files() -> tuple[str, ...]:
     executable, prefix = interpreter()
     options = ["--perms", "0755", "--dir", "/usr"]
     places = [path for path in SYSTEM_LIBRARIES if Path(path).is_dir()]
     for path in places:
-        link = Path(path).is_symlink()
-        options += ["--symlink", str(Path(path).readlink()), path] if link else ["--ro-bind", path, path]
+        options += mounted(Path(path))
     own = [str(path) for path in (prefix / "lib", executable) if str(path) not in places]
     # Parent folders may be private (a home); inside they contain nothing else.
     for folder in sorted({str(parent) for path in own for parent in Path(path).parents}, key=len)[1:]:

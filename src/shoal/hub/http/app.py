@@ -10,12 +10,12 @@ import asyncio
 import logging
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 from pydantic import ValidationError
@@ -39,6 +39,8 @@ from shoal.runtime.http import HttpRequest, Reply
 HOLD_S = 1.0
 SHOWN_PER_S = 5.0  # refusals in the log: an attacker does not decide how much is written to the disk
 SHOWN_PATH_BYTES = 120
+EVENTS, FOLLOWED_S, FOLLOW_EACH_S = "/view/events", 20.0, 2.0
+VIEWERS, VIEWERS_OF_ONE = 64, 4
 LOOK_AGAIN_S = 0.5  # what another hub changes in a shared database comes without notice: long polls look so often
 HEADER_REQUEST = "shoal-request"
 
@@ -51,11 +53,23 @@ for _call in sorted((call for rows in TABLE.values() for call in rows), key=lamb
 CALLS = [(re.compile(path), calls) for path, calls in _BY_PATH.items()]
 
 
+class Pages(Protocol):
+    """What a hub serves beside its calls: pages for people (`shoal.dashboard`)."""
+
+    def takes(self, path: str) -> bool: ...
+    def answer(self, request: HttpRequest) -> Reply: ...
+    def level(self, request: HttpRequest) -> str: ...
+    def state(self, request: HttpRequest) -> tuple[str, bytes]: ...
+
+
 class App:
     """The hub over `config.folder`: opened here, closed when its `lifespan` ends, or by `hub.close()`."""
 
-    def __init__(self, config: HubConfig, clock: Clock = SystemClock()) -> None:
+    def __init__(
+        self, config: HubConfig, clock: Clock = SystemClock(), pages: Callable[[Hub], Pages] | None = None
+    ) -> None:
         hub = self.hub = Hub(config, clock)
+        self._pages, self._viewers = None if pages is None else pages(hub), Counter[str]()
         self.edge = Edge(config)
         intake = self.edge.intake
         figures = lambda: read_figures(hub.context, hub.work.late, hub.work.drawing.unusable)  # noqa: E731
@@ -96,6 +110,11 @@ class App:
         return reply
 
     async def _reply(self, request: HttpRequest) -> Reply:
+        if self._pages is not None and self._pages.takes(request.path):
+            if request.path == EVENTS:
+                return await self._events(request, self._pages)
+            async with self.edge.reading_of(request.client) if request.client else nullcontext():
+                return await self.edge.in_thread(self._pages.answer, request)
         call, named = _find(request)
         at = Parameters()
         if call.at is not Parameters:
@@ -113,6 +132,26 @@ class App:
         status, answer = answer if isinstance(answer, tuple) else (204 if call.reply is None else 200, answer)
         body = answer if isinstance(answer, bytes) else b"" if answer is None else answer.model_dump_json().encode()
         return Reply(status, body, call.reply if isinstance(call.reply, str) else "application/json")
+
+    async def _events(self, request: HttpRequest, pages: Pages) -> Reply:
+        """The next state that differs from the one that the viewer has; after a while the same again. A browser asks
+        again by itself, and says which it had last. All viewers share one computation."""
+        request.route, began_s, level = EVENTS, time.monotonic(), pages.level(request)
+        if self._viewers[""] >= VIEWERS or self._viewers[request.client] >= VIEWERS_OF_ONE:
+            raise Refusal(429, "rate.viewers", "too many follow this run already: look at its pages without", 60)
+        viewed = Counter({"", request.client})
+        self._viewers += viewed
+        try:
+            while True:
+                compute = partial(self.edge.in_thread, pages.state, request)
+                name, event = await self.edge.shared(f"{EVENTS} {level}", "viewer", compute)
+                waited_s, is_ending = time.monotonic() - began_s, self.hub.context.changes.is_closed
+                if name != request.headers.get("last-event-id") or waited_s > FOLLOWED_S or is_ending:
+                    request.waited_s = waited_s
+                    return Reply(200, event, "text/event-stream", {"cache-control": "no-store"})
+                await asyncio.sleep(FOLLOW_EACH_S)
+        finally:
+            self._viewers -= viewed
 
     async def _served(self, request: HttpRequest, call: Call, ask: Ask) -> Any:
         compute: Callable[[], Awaitable[Any]] = partial(self.edge.in_thread, retry, partial(call.serve, self.hub, ask))

@@ -19,6 +19,7 @@ from shoal.hub.service.calls import SMALL_BODY_BYTES, Call
 from shoal.hub.state import NodeRow, Refusal
 from shoal.hub.state.nodes import require_welcome
 from shoal.protocol import MAX_SKEW_MS, HubClock, Registration, RequestSignature, first_problem, node_id
+from shoal.protocol.node import titled
 from shoal.protocol.signing import check_date, sign_document, verify_body, verify_request
 from shoal.runtime.http import HttpRequest
 
@@ -75,16 +76,17 @@ async def _node(
         unknown = f"node {signature.node[:32]} is not registered: register it with POST /nodes"
         raise Refusal(401, "auth.unknown_node", unknown)
     if call.roles and node.role not in call.roles:
-        raise Refusal(403, "auth.role", f"this call is for a {' or a '.join(call.roles)}; this node is a {node.role}")
+        callers = " or a ".join(map(titled, call.roles))
+        raise Refusal(403, "auth.role", f"this call is for a {callers}; this node is a {titled(node.role)}")
     await _admit(context, edge, request, signature, node.public_key, node, call.is_harmless)
     request.node = node.node
     context.storage.arrivals.heard(node.node, context.clock.now_ms())
     if node.role != "worker":
-        require_welcome(node)  # its key was revoked, or the owner has shut it out
+        require_welcome(node, context.clock.now_ms())  # its key was revoked, or the owner has shut it out
     body = await read_body(edge, request, max_bytes, node.node)
     verify_body(signature, body)
     if node.role != "worker":  # while the body came, the owner may have shut its sender out
-        require_welcome(await _find(context, edge, node.node) or node)
+        require_welcome(await _find(context, edge, node.node) or node, context.clock.now_ms())
     return node, body
 
 

@@ -7,7 +7,8 @@ import math
 import socket
 from collections.abc import Callable, Iterator
 
-from shoal.hub.http.app import App
+from shoal.hub.http.app import App, Pages
+from shoal.hub.service import Hub
 from shoal.hub.settings import HubConfig, HubSettings
 from shoal.runtime import FolderLock, StopToken
 from shoal.runtime.http import OpenConnections, bind
@@ -22,13 +23,15 @@ FILES_KEPT = 128  # open files that connections leave for the database, submissi
 M_ARENA_MAX, ARENAS = -8, 2  # the C library gives each thread a heap of its own, which keeps what that thread has freed
 
 
-def run_hub(config: HubConfig, stop: StopToken, on_ready: Callable[[str], None]) -> None:
+def run_hub(
+    config: HubConfig, stop: StopToken, on_ready: Callable[[str], None], pages: Callable[[Hub], Pages] | None = None
+) -> None:
     """Serve until `stop` is set; `on_ready` gets the URL once connections are answered. Raises `DiskError` if what is
     received can no longer be kept."""
     with contextlib.suppress(OSError, AttributeError):  # of glibc; others have no arenas
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
     with _place(config, stop) as listener:
-        app = App(config)
+        app = App(config, pages=pages)
         try:
             asyncio.run(_serve(app, config.settings, listener, stop, on_ready))
         finally:

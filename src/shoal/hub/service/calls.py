@@ -13,6 +13,7 @@ from shoal.hub.changes import Topic
 from shoal.hub.service import Hub
 from shoal.hub.settings import MIB
 from shoal.protocol import MAX_BODIES_PER_REQUEST, SHOWN_BYTES, ProgressReply, Role, SignedDocument
+from shoal.protocol.node import WORKERS
 from shoal.protocol.status import MAX_EVIDENCE_PER_PAGE, MAX_NODES_PER_PAGE
 
 BULK, TEXT = "application/msgpack+zstd", "text/plain; version=0.0.4; charset=utf-8"
@@ -98,7 +99,7 @@ FOR_LEASES = Poll(
 FOR_AUDITS = Poll(Topic.AUDITS, lambda reply, _: reply.audits or reply.generate or reply.evaluation or reply.finished)
 FOR_BATCH = Poll(Topic.BATCHES, lambda reply, _: reply.batch is not None)
 
-OPEN, WORKER = partial(Call, roles=None), partial(Call, roles=("worker",))
+OPEN, WORKER = partial(Call, roles=None), partial(Call, roles=WORKERS)
 VALIDATOR, TRAINER = partial(Call, roles=("validator",)), partial(Call, roles=("trainer",))
 
 # fmt: off
@@ -136,8 +137,8 @@ TABLE: dict[str, tuple[Call, ...]] = {
     ),
     "nodes": (
         Call("POST", "/nodes", lambda hub, ask: hub.membership.register(ask.said), wire.NodeView,
-             "Register. Signed with the key in the body; the node id is the hash of that key. A trainer or validator "
-             "brings the certificate that the root key signed for it. The same again is harmless.",
+             "Register. Signed with the key in the body; the node id is the hash of that key. A trainer, validator "
+             "or trusted worker brings the certificate that the root key signed for it. The same again is harmless.",
              takes=wire.Registration),
         Call("POST", "/heartbeat", lambda hub, ask: hub.membership.heartbeat(ask.node, ask.said), wire.HeartbeatReply,
              "Answers with the node as the hub sees it, the newest policy, and whether the run is finished.",
@@ -160,7 +161,7 @@ TABLE: dict[str, tuple[Call, ...]] = {
         Call("PUT", "/submissions/{lease}", lambda hub, ask: hub.work.submit(ask.node, ask.at.lease, ask.said),
              SignedDocument, "Takes a `Submission`, answers with a signed `Receipt`: from then on it is on the hub's "
              "disk and will be judged. 201 if it is new, 200 for the same body again, 409 for another body; 410 if the "
-             "lease has ended and its unit is taken.", at=Lease, roles=("worker", "validator"), is_upload=True),
+             "lease has ended and its unit is taken.", at=Lease, roles=(*WORKERS, "validator"), is_upload=True),
     ),
     "validator": (
         VALIDATOR("POST", "/audits", lambda hub, ask: hub.checking.audits(ask.node, ask.said), wire.AuditReply,

@@ -205,7 +205,7 @@ class Checking:
             submission=row.submission, size_bytes=row.size_bytes,
             lease=self._context.signed_before(holding.lease.document), received_at_ms=row.received_at_ms,
             deadline_ms=row.claimed_until_ms or 0, depth=row.depth, record=node.record,
-            shown=self._showing.prefixes(reader, row.lease), newcomer=node.on_probation, trusted=node.trusted,
+            shown=self._showing.prefixes(reader, row.lease), newcomer=node.on_probation, trusted=node.is_ours,
             gains=node.gains, look_share=messages.look_share(node.passed, evidence), distrusted=distrusted,
         )  # fmt: skip
 

@@ -32,6 +32,7 @@ from shoal.hub.state.orders import Orders
 from shoal.hub.storage import DATABASE_FILE, Presence, Reader, StaleRow, Storage, Writer, open_blobs, open_storage
 from shoal.hub.storage.copying import BLOB_STORE, INCOMING, RESTORED
 from shoal.protocol import Document, NodeView, SignedDocument, open_document, sign_document, sign_values
+from shoal.protocol.node import titled
 from shoal.runtime import ensure_folder, point, resource_error, write_atomically
 from shoal.runtime.clock import Clock, SharedClock, SteadyClock
 
@@ -218,6 +219,7 @@ class Context:
                 point("hub.start.before_commit")
                 return
         remedies = {
+            "eos_token_id": "an earlier shoal began it: finish it with that one",
             "environment_digest": "the environment (tasks, options or reward file) has changed: put it back",
             "secret_hash": f"copy {folder / 'secret'} from the hub that began the run, or restore it from a backup",
         }
@@ -233,7 +235,7 @@ class Context:
         return {
             "run": config.run_id, "root_key": config.root_key, "environment_digest": config.environment.digest,
             "secret_hash": hashlib.sha256(b"shoal/secret/v1\n" + self.secret).hexdigest(),
-            "eos_token_id": config.eos_token_id, "audit": config.settings.audit,
+            "eos_token_ids": list(config.eos_token_ids), "audit": config.settings.audit,
             "pools": None if config.pools is None else asdict(config.pools),
             **config.run.model_dump(mode="json", exclude={"steps", "name"}),
         }  # fmt: skip
@@ -313,12 +315,12 @@ def node_view(node: NodeRow, presence: Presence | None, rules: Rules, now_ms: in
     derived = {
         "strikes": node.strikes, "on_probation": node.on_probation, "doing": presence.doing if presence else "",
         "last_seen_ms": last_seen_ms, "liveness": nodes.liveness(last_seen_ms, now_ms),
-        "window": nodes.window(rules, node) if node.role == "worker" else 0,
+        "window": 0 if node.is_ours else nodes.window(rules, node),
     }  # fmt: skip
     return NodeView(**{**shared(node, NodeView), **derived})
 
 
 def node_label(node: NodeRow) -> str:
     """`worker alice (1f2e3d4c)`, `worker-0 (1f2e3d4c)`, `trainer`."""
-    name = node.name if node.name.startswith(node.role) else f"{node.role} {node.name}".strip()
-    return f"{name} ({node.node[:8]})" if node.role == "worker" else name
+    name = node.name if node.name.startswith(node.role) else f"{titled(node.role)} {node.name}".strip()
+    return name if node.is_ours else f"{name} ({node.node[:8]})"

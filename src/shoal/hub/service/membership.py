@@ -9,7 +9,7 @@ from shoal.errors import ProtocolError
 from shoal.hub.changes import Topic
 from shoal.hub.service.context import ORDERS, Context, node_view, orders_of, require_trusted
 from shoal.hub.service.reporting import validator_alarms
-from shoal.hub.state import Command, Moment, NodeRow, Record, Refusal, leases, nodes, orders
+from shoal.hub.state import Command, Moment, NodeRow, Record, Refusal, audits, leases, nodes, orders
 from shoal.hub.storage import Presence, Writer
 from shoal.protocol import AdminAction, AdminReply, AdminRequest, AdminVerb, NodeState, PolicyRef, node_id, open_admin
 from shoal.protocol.node import Heartbeat, HeartbeatReply, NodeView, Registration, RoleCertificate, Vouch, check_spoken
@@ -81,7 +81,7 @@ class Membership:
         if registration.role in ("hub", "admin"):
             raise Refusal(403, "auth.role", f"a {registration.role} does not register with a hub")
         if registration.certificate is None:
-            raise Refusal(403, "auth.certificate", f"a {registration.role} needs a certificate signed by the root key")
+            raise Refusal(403, "auth.certificate", f"the role {registration.role} needs the root key's certificate")
         config = self._context.config
         try:
             certificate = open_document(registration.certificate, RoleCertificate, config.root_key)
@@ -90,6 +90,9 @@ class Membership:
         expected = (config.run_id, registration.role, registration.public_key)
         if (certificate.run, certificate.role, certificate.public_key) != expected:
             raise Refusal(403, "auth.certificate", "the certificate is for another run, role or key")
+        if registration.role == "trusted" and certificate.expires_at_ms is None:
+            raise Refusal(403, "auth.certificate", "the certificate of a trusted worker must say when it ends")
+        nodes.require_valid(certificate.expires_at_ms, self._context.clock.now_ms())
 
 
 def _presence(node: NodeRow, heartbeat: Heartbeat, now_ms: int) -> Presence:
@@ -102,7 +105,7 @@ def _check_vouch(registration: Registration) -> None:
     signed = registration.vouch
     if signed is None:
         return
-    if registration.role != "worker":
+    if registration.role in ("trainer", "validator"):
         raise Refusal(403, "vouch.role", f"only a worker earns, and can have an owner; this is a {registration.role}")
     if len(signed.model_dump_json()) > MAX_VOUCH_BYTES:
         raise Refusal(422, "vouch.size", f"a vouch has at most {MAX_VOUCH_BYTES} bytes")
@@ -179,7 +182,13 @@ class Administration:
 
 
 def _ban(transaction: Writer, node: NodeRow, reason: str, now_ms: int) -> list[Command]:
-    return [] if node.state is NodeState.BANNED else nodes.ban(node, reason, transaction.holdings(node.node), now_ms)
+    if node.state is NodeState.BANNED:
+        return []
+    commands = nodes.ban(node, reason, transaction.holdings(node.node), now_ms)
+    if node.certified:
+        commands += audits.pull(node, transaction.untrained(node.node), None, True, now_ms)
+        commands += audits.audit_fully(transaction.light_audits(node.node))
+    return commands
 
 
 def _body(action: AdminAction, request: AdminRequest, by_root: bool) -> dict[str, Any]:

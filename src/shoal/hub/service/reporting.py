@@ -25,6 +25,7 @@ from shoal.hub.state.orders import Orders
 from shoal.hub.storage import Presence, Reader
 from shoal.hub.storage.reader import Rank
 from shoal.protocol import LedgerHead, NodeState, RunInfo, SignedDocument, sign_document
+from shoal.protocol.node import WORKERS
 from shoal.protocol.status import LedgerPage, RecentVerdict, RunStatus, Wait
 
 VERDICTS_SHOWN, VERDICTS_SEARCHED, REFUSALS_SHOWN = 20, 500, 100
@@ -319,8 +320,9 @@ def standstill(context: Context, reader: Reader, now_ms: int) -> list[str]:
     fleet, since_start = reader.fleet(now_ms - HERE_MS), reader.fleet(context.started_ms)
     found = []
     for role in DOING:
-        here = any(group.role == role and group.here and group.state == NodeState.ACTIVE for group in fleet)
-        lost = any(group.role == role and (group.here or group.state != NodeState.ACTIVE) for group in since_start)
+        roles = WORKERS if role == "worker" else (role,)
+        here = any(group.role in roles and group.here and group.state == NodeState.ACTIVE for group in fleet)
+        lost = any(group.role in roles and (group.here or group.state != NodeState.ACTIVE) for group in since_start)
         if not here and (lost or now_ms - context.started_ms >= STARTING_MS):
             found.append(_nobody(context, reader, role, now_ms))
     return found or _unjudgeable(context, reader, now_ms)
@@ -353,7 +355,7 @@ def _unjudgeable(context: Context, reader: Reader, now_ms: int) -> list[str]:
     in_force = in_force_of(reader)
     if not in_force.digest and now_ms - context.started_ms < MEASURING_MS:
         return []
-    rows = [row for row in reader.nodes_ranked("seen", NEWEST) if row.role == "worker"]
+    rows = [row for row in reader.nodes_ranked("seen", NEWEST) if row.role in WORKERS]
     seen = {each.node: each.last_seen_ms for each in reader.presences_named([row.node for row in rows]).values()}
     since_ms = now_ms - HERE_MS
     here = [row for row in rows if row.state is NodeState.ACTIVE and seen.get(row.node, since_ms - 1) >= since_ms]

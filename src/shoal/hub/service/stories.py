@@ -22,6 +22,7 @@ from shoal.hub.state.rows import (
 from shoal.hub.storage import Reader, Storage
 from shoal.ledger import EVIDENCED, credit_for, node_subject, unit_subject
 from shoal.protocol import NodeState, SignedDocument, status
+from shoal.protocol.node import titled
 from shoal.runtime.text import count_of
 
 LEASES_SHOWN, RECENT_SHOWN, REFUSED_SHOWN, ENTRIES_SHOWN = 50, 20, 50, 200
@@ -178,14 +179,15 @@ def rule_of(row: SubmissionRow, severity: str) -> str:
 
 def node_sentence(row: NodeRow) -> str:
     if row.state is NodeState.BANNED:
-        end = ", and that is for good" if row.reason == orders.REVOKED else "; only the run's owner can pardon it"
+        is_final = row.certified or row.reason == orders.REVOKED
+        end = ", and that is for good" if is_final else "; only the run's owner can pardon it"
         return f"banned: {row.reason}{end}"
     if row.state is NodeState.SUSPENDED:
         again = f", {row.suspensions} times so far" if row.suspensions > 1 else ""
         end = "it ends by itself" if row.until_ms is not None else "only the run's owner can pardon it"
         return f"suspended{again}: {row.reason}; {end}"
     if row.role != "worker":
-        return f"a {row.role} that the root key certified"
+        return f"a {titled(row.role)} that the root key certified"
     if row.on_probation:
         return f"on probation: {row.passed} full audits passed since it came, or since its last strike"
     return f"established: {row.streak} full audits passed in a row"

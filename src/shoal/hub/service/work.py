@@ -284,7 +284,7 @@ class Work:
         holding = submissions.check_owner(reader.holding(arrival.lease), arrival.node, arrival.lease)
         existing = reader.submission_of_lease(arrival.lease)
         if existing is None:
-            nodes.require_welcome(fresh)
+            nodes.require_welcome(fresh, moment.now_ms)
             fraction = draws.audit_fraction(self._context.secret, arrival.submission)
             arrival = replace(arrival, depth=reputation.depth_for(moment.rules, fresh, fraction))
         try:

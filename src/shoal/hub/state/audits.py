@@ -12,6 +12,9 @@ machines of that kind fail the same check (`reputation`). What a failed audit do
     waiting for a light audit, or in one ───────► waits for a full one
     credit pending ─────────────────────────────► void
     credit final (its window has passed) ───────► stays; its unit is void: not trained on, and not paid twice
+
+A light audit of a trusted worker's group gives no credit. One failed audit, or the owner, revokes its certificate: then
+it is banned, and nothing of it is trained on any more. What waits is judged fully and paid, but its unit is void.
 """
 
 import math
@@ -22,7 +25,7 @@ from typing import Literal
 from shoal.hub.state import AddVerdict, Command, Record, Refusal, Save, alarm, credits, nodes, pacing, reputation, rows
 from shoal.hub.state.rows import Filled, Holding, Moment, NodeRow, SubmissionRow, SubmissionState, UnitRow, UnitState
 from shoal.hub.state.units import NOT_THE_NODES, VOID_STALE, fail, refill_alarm
-from shoal.protocol import Branches, Outcome, RolloutReward, Severity, Tally, Verdict, document_hash
+from shoal.protocol import Branches, NodeState, Outcome, RolloutReward, Severity, Tally, Verdict, document_hash
 
 DECIDED = "verdict.decided"
 PULLED = "node.failed"
@@ -84,7 +87,7 @@ def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     case = replace(case, node=reputation.counted(case.node, verdict))
     spread = reputation.failing_kind(moment, case.node, case.same_kind, verdict)
     outcome = Outcome.UNSURE if spread else verdict.outcome
-    accepted, paid = outcome == Outcome.ACCEPTED, not case.node.trusted
+    accepted, paid = outcome == Outcome.ACCEPTED, not case.node.is_unpaid(verdict.depth)
     decided = submission.to(
         SubmissionState(outcome.value), validator=ruling.validator, claimed_until_ms=None,
         rewards=tuple(reward.value for reward in verdict.rewards),
@@ -96,7 +99,7 @@ def judge(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     commands: list[Command] = [Save(decided, submission.state), AddVerdict(submission.submission, ruling.document)]
     if accepted:
         return commands + _accept(moment, case, decided, ruling)
-    if case.node.trusted:
+    if case.node.is_ours:
         return commands + _wasted(moment, case, verdict)
     if outcome == Outcome.REJECTED:
         return commands + _reject(moment, case, ruling)
@@ -161,15 +164,19 @@ def _require_fitting(moment: Moment, case: VerdictCase, verdict: Verdict) -> Non
 
 def _accept(moment: Moment, case: VerdictCase, decided: SubmissionRow, ruling: Ruling) -> list[Command]:
     progress, unit, before, commands = moment.progress, case.unit, case.node, list[Command]()
-    if before.trusted:  # a validator's own group is neither credit nor trust
+    widened = nodes.widened(moment.rules, reputation.passed(before, ruling.verdict))
+    if before.is_ours:  # a validator's own group is neither credit nor trust
         commands.append(Save(replace(before, accepted=before.accepted + 1), before.state))
+    elif before.is_unpaid(ruling.verdict.depth):
+        commands.append(Save(widened, before.state))
     else:
-        widened = nodes.widened(moment.rules, reputation.passed(before, ruling.verdict))
         node, record = credits.earn(widened, decided, ruling.document, moment.now_ms)
         joined = [] if before.on_chain else nodes.joined(node, moment.now_ms)
         commands += [Save(node, before.state), *joined, record]
     if not case.is_current:
         return commands  # the unit is void meanwhile; the work was done, so its credit stays
+    if before.certified and before.state is NodeState.BANNED:
+        return [*commands, Save(unit.to(UnitState.VOID, reason=PULLED), unit.state)]
     if pacing.is_stale(moment.rules, progress.next_step, case.submission.version):
         return [*commands, Save(unit.to(UnitState.VOID, reason=VOID_STALE), unit.state)]
     if has_equal_rewards(ruling.verdict.rewards, moment.rules.drop_equal):
@@ -197,34 +204,49 @@ def _reject(moment: Moment, case: VerdictCase, ruling: Ruling) -> list[Command]:
     commands += nodes.reject(node, verdict, severity, case.holdings, now_ms)
     if severity is not None:
         struck = reputation.failed(node, severity, verdict.reason, now_ms)
-        banned = moment.rules.audit == "reputation" and nodes.is_over(struck)
-        commands += pull(case.untrained, verdict, banned, now_ms)
-        for row in case.light:
-            if row.submission != case.submission.submission:
-                waiting = row if row.state != SubmissionState.AUDITING else put_back([row])[0].row
-                commands.append(Save(replace(waiting, depth="full"), row.state))
+        banned = (node.certified or moment.rules.audit == "reputation") and nodes.is_over(struck)
+        commands += pull(node, case.untrained, verdict, banned, now_ms)
+        commands += audit_fully(row for row in case.light if row.submission != case.submission.submission)
+        if node.certified and node.state is not NodeState.BANNED:
+            who = f"{node.name} ({node.node[:8]})".strip()
+            message = f"trusted worker {who} failed an audit ({verdict.reason}): its certificate is revoked"
+            commands.append(alarm(moment, f"trusted.revoked.{node.node[:8]}", message))
     if case.is_current:  # the node failed, not the unit
         commands.append(Save(case.unit.reopened(), case.unit.state))
     return commands
 
 
-def pull(untrained: Sequence[Filled], verdict: Verdict, banned: bool, now_ms: int) -> list[Command]:
+def audit_fully(light: Iterable[SubmissionRow]) -> list[Command]:
+    waiting = ((row, put_back([row])[0].row if row.state == SubmissionState.AUDITING else row) for row in light)
+    return [Save(replace(after, depth="full"), row.state) for row, after in waiting]
+
+
+def pull(
+    node: NodeRow, untrained: Sequence[Filled], verdict: Verdict | None, banned: bool, now_ms: int
+) -> list[Command]:
     """Take back the accepted groups that are in no batch: those audited lightly, and all if the node is `banned`. Their
-    units are open again; void where the credit is final: nobody trains on it, nobody is paid for it again."""
-    message = f"its node failed the audit of unit {verdict.unit} ({verdict.reason or 'no reason given'})"
-    commands, units = list[Command](), list[int]()
+    units are open again; void where the credit is final: nobody trains on it, nobody is paid for it again. Without a
+    `verdict` the owner revoked the node's key, and credit stays."""
+    message = "its node's key was revoked"
+    if verdict is not None:
+        message = f"its node failed the audit of unit {verdict.unit} ({verdict.reason or 'no reason given'})"
+    commands, units, unpaid = list[Command](), list[int](), list[int]()
     for unit, row in ((filled.unit, filled.submission) for filled in untrained):
         if not (banned or row.depth == "light"):
             continue
-        if row.matures_at_ms is None:
+        is_unpaid = node.is_unpaid(row.depth)
+        if not is_unpaid and (verdict is None or row.matures_at_ms is None):
             commands.append(Save(unit.to(UnitState.VOID, reason=PULLED), unit.state))
             continue
         taken = {"reason": PULLED, "message": message, "decided_at_ms": now_ms, "matures_at_ms": None}
         commands.append(Save(row.to(SubmissionState.PULLED, **taken), row.state))
         commands.append(Save(unit.reopened(), unit.state))
         units.append(unit.unit)
+        unpaid += [unit.unit] if is_unpaid else []
+    if verdict is None or not units:
+        return commands
     body = {"node": verdict.node, "units": units, "submission": verdict.submission, "reason": verdict.reason}
-    return [*commands, Record("pulled", body, now_ms)] if units else commands
+    return [*commands, Record("pulled", {**body, "unpaid": unpaid} if unpaid else body, now_ms)]
 
 
 def task_rewards(rewards: Sequence[RolloutReward]) -> list[float]:

@@ -107,9 +107,12 @@ def write_down(
     rules, step, now_ms = moment.rules, moment.progress.next_step, moment.now_ms
     filled = [sampled.chosen[unit.submission or ""] for unit in chosen]
     groups = [
-        BatchGroup(unit=row.unit, submission=row.submission, node=row.node, policy=row.policy, rewards=row.rewards)
+        BatchGroup(
+            unit=row.unit, submission=row.submission, node=row.node, policy=row.policy, rewards=row.rewards,
+            audit=row.depth,
+        )
         for row in filled
-    ]
+    ]  # fmt: skip
     batch = Batch(
         step=step, groups=tuple(groups), dropped_groups=moment.progress.dropped,
         sampled_reward=mean_reward(row.rewards for row in (*filled, *sampled.dropped)), written_at_ms=now_ms,
@@ -124,7 +127,8 @@ def write_down(
         message = f"step {step} was written down with {len(chosen)} of {rules.groups_per_step} groups"
         commands.append(RaiseAlarm(step, "batch.short", message, now_ms))
     body = {"step": step, "units": [unit.unit for unit in chosen], "digest": batch_digest(batch)}
-    commands.append(Record("batch", body, now_ms))
+    light = [group.unit for group in groups if group.audit == "light"]
+    commands.append(Record("batch", {**body, "unaudited": light} if light else body, now_ms))
     if rules.pools is None:
         return batch, commands
     results = [

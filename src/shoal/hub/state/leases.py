@@ -73,7 +73,7 @@ _wait = partial(LeasePlan, held_back=True)
 
 def plan(moment: Moment, open_units: Sequence[UnitRow], ask: Demand) -> LeasePlan:
     node, rules, progress, crowd = ask.node, moment.rules, moment.progress, ask.crowd
-    nodes.require_welcome(node)
+    nodes.require_welcome(node, moment.now_ms)
     if node.state is NodeState.SUSPENDED:
         how_long = "until the run's owner pardons it"
         if node.until_ms is not None:
@@ -227,8 +227,8 @@ def end(
     """Expire leases and reopen their units. It is no failed attempt of a worker's unit: hoarding leases must not void
     work. Each of the `holders` is penalised once for all leases that lapse now, unless the hub's `absence` explains it.
     A validator's lease counts as a failed attempt on its unit, so that no step waits for ever for such a unit."""
-    ours = [held for held in holdings if holders[held.lease.node].trusted]
-    theirs = [held for held in holdings if not holders[held.lease.node].trusted]
+    ours = [held for held in holdings if holders[held.lease.node].is_ours]
+    theirs = [held for held in holdings if not holders[held.lease.node].is_ours]
     lapsed = [held.lease.node for held in theirs if absence is None or not absence.explains(held.lease)]
     commands = fail(moment, _still_leased(ours), trusted=True)
     for name, count in sorted(Counter(lapsed).items()):

@@ -5,6 +5,7 @@
     sanction    active ─ a statistical strike, 8 lapses or 4 soft rejections in a row ─► suspended ─ time over ─► active
                    ▲                                                                         │
                    └────────────────── pardon by the owner ◄── banned ◄── one certain, or two statistical failures
+                            a trusted worker: not pardoned ◄── banned ◄── one failure of either kind: it is revoked
 
 Leases that lapse at the same time halve the window once. Giving leases back halves it too, or a node could keep units
 from others at no cost; it counts as a lapse only if the window is one already. A suspended node may submit what it
@@ -19,6 +20,7 @@ from typing import Any
 from shoal.hub.state import Command, Record, Refusal, Save, reputation
 from shoal.hub.state.rows import Holding, LeaseRow, LeaseState, NodeRow, Rules, UnitState
 from shoal.protocol import Liveness, NodeState, Registration, Severity, SignedDocument, Tally, Verdict, node_id
+from shoal.protocol.node import titled
 
 CERTAIN_TO_BAN, STATISTICAL_TO_BAN = 1, 2
 SOFT_TO_SUSPEND, LAPSES_TO_SUSPEND = 4, 8
@@ -27,7 +29,7 @@ SILENT_MS = 300_000  # after this long a node is gone, not merely out of sight
 FIRST_PART = 4
 PACE_WEIGHT = 4  # the newest measurement counts a quarter in a node's pace
 FIRST_MS, LONGEST_MS = 60_000, 24 * 60 * 60 * 1000
-OVER = "the suspension is over"
+OVER, EXPIRED = "the suspension is over", "certificate.expired"
 
 
 def register(known: NodeRow | None, registration: Registration, now_ms: int) -> tuple[NodeRow, list[Command]]:
@@ -35,22 +37,27 @@ def register(known: NodeRow | None, registration: Registration, now_ms: int) -> 
     worker gets into the ledger with its first accepted work (`joined`), trusted roles at once."""
     vouch = registration.vouch
     owner, document = ("", "") if vouch is None else (vouch.signed_by, vouch.model_dump_json())
-    name, software = registration.name, registration.software
+    name, software, signed = registration.name, registration.software, registration.certificate
+    expires_at_ms = None if signed is None else signed.document.get("expires_at_ms")
     if known is None:
         row = NodeRow(
             node_id(registration.public_key), registration.public_key, registration.role, name, now_ms, software,
-            owner=owner, vouch=document,
+            owner=owner, vouch=document, expires_at_ms=expires_at_ms,
         )  # fmt: skip
-        return row, [Save(row, None), *(joined(row, now_ms, registration.certificate) if row.on_chain else [])]
+        return row, [Save(row, None), *(joined(row, now_ms, signed) if row.on_chain else [])]
     if known.role != registration.role:
-        sentence = f"this key is registered as {known.role}; use another key to take part as {registration.role}"
+        other = titled(registration.role)
+        sentence = f"this key is registered as {titled(known.role)}; use another key to take part as {other}"
         raise Refusal(409, "node.role", sentence)
     if known.owner and owner not in ("", known.owner):
         sentence = f"node {known.node} has an owner already ({known.owner[:16]}…): use a new key (another --folder)"
         raise Refusal(409, "vouch.owner", sentence)
     if known.state is NodeState.BANNED:
         return known, []
-    row = replace(known, name=name, software=software, owner=known.owner or owner, vouch=known.vouch or document)
+    row = replace(
+        known, name=name, software=software, owner=known.owner or owner, vouch=known.vouch or document,
+        expires_at_ms=expires_at_ms,
+    )  # fmt: skip
     vouched = _vouched(row, now_ms) if row.on_chain and not known.owner else []
     return row, [] if row == known else [Save(row, known.state), *vouched]
 
@@ -68,10 +75,17 @@ def _vouched(row: NodeRow, now_ms: int) -> list[Command]:
     return [Record("vouch", body, now_ms)] if row.owner else []
 
 
-def require_welcome(node: NodeRow) -> None:
+def require_welcome(node: NodeRow, now_ms: int) -> None:
     """A suspended node is welcome: it may submit what it has done."""
     if node.state is NodeState.BANNED:
         raise Refusal(403, "node.banned", f"this node is banned: {node.reason}")
+    require_valid(node.expires_at_ms, now_ms)
+
+
+def require_valid(expires_at_ms: int | None, now_ms: int) -> None:
+    if expires_at_ms is not None and expires_at_ms <= now_ms:
+        ended = f"its certificate ended {(now_ms - expires_at_ms) // 1000} s ago"
+        raise Refusal(403, EXPIRED, f"{ended}: ask the run's owner for another (shoal admin add-worker)")
 
 
 def liveness(last_seen_ms: int, now_ms: int) -> Liveness:
@@ -111,7 +125,8 @@ def delivered(node: NodeRow, lease: LeaseRow, now_ms: int) -> NodeRow:
 
 
 def is_over(node: NodeRow) -> bool:
-    return node.certain >= CERTAIN_TO_BAN or node.statistical >= STATISTICAL_TO_BAN
+    most = 1 if node.certified else STATISTICAL_TO_BAN  # one failed sample stands for all groups that were not sampled
+    return node.certain >= CERTAIN_TO_BAN or node.statistical >= most
 
 
 def reject(
@@ -119,6 +134,7 @@ def reject(
 ) -> list[Command]:
     struck = reputation.failed(node, severity, verdict.reason, now_ms)
     reason = f"{verdict.reason}: {verdict.message}" if verdict.message else verdict.reason
+    reason = f"its certificate is revoked, {reason}" if node.certified and severity is not None else reason
     if node.state is NodeState.BANNED:
         return [Save(struck, node.state)]
     if severity is not None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from shoal.hub.state.commands import Refusal
 from shoal.protocol import MAX_RELAYS, AdminAction, AdminVerb, Conduct, OwnerOrders, RoleCertificate
+from shoal.protocol.node import titled
 from shoal.protocol.signing import MAX_SKEW_MS, Message, SignedDocument, open_document
 
 REMEMBERED_MS = 3 * MAX_SKEW_MS
@@ -86,10 +87,14 @@ def require_allowed(orders: Orders, verb: AdminVerb, role: str, public_key: str)
     suspended, since the run would wait for it without saying so: its key is revoked instead."""
     if verb is AdminVerb.PARDON and public_key in orders.revoked:
         raise Refusal(409, "admin.revoked", f"key {public_key[:16]}… was revoked, which is final: make a new one")
+    if verb is AdminVerb.PARDON and role == "trusted":
+        sentence = "a trusted worker is not pardoned: make a new key there, and certify it (shoal admin add-worker)"
+        raise Refusal(409, "admin.role", sentence)
     if verb is not AdminVerb.PARDON and role == "trainer":
         raise Refusal(409, "admin.role", "a trainer cannot be banned or suspended: pause the run, or end it")
     if verb is not AdminVerb.PARDON and role != "worker":
-        raise Refusal(409, "admin.role", f"a {role} cannot be banned or suspended: shoal admin revoke RUN {public_key}")
+        remedy = f"shoal admin revoke RUN {public_key}"
+        raise Refusal(409, "admin.role", f"a {titled(role)} cannot be banned or suspended: {remedy}")
 
 
 def apply_order(

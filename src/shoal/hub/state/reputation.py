@@ -48,9 +48,12 @@ NEWER = "gains/newer"
 
 
 def full_audit_probability(rules: Rules, node: NodeRow) -> float:
-    """Of the next submission of `node`; 0 for a validator's own groups: its computing needs no proof."""
-    if node.trusted:
+    """Of the next submission of `node`; 0 for a validator's own groups: its computing needs no proof. A trusted worker
+    with an unsure group is audited fully until it has passed for it: else all its samples could be unsure."""
+    if node.is_ours:
         return 0.0
+    if node.certified:
+        return 1.0 if node.doubt else rules.trusted_audit
     if rules.audit == "all" or node.on_probation or node.streak <= ALWAYS_UNTIL:
         return 1.0
     return max(LEAST, ALWAYS_UNTIL / node.streak)
@@ -77,7 +80,7 @@ def passed(node: NodeRow, verdict: Verdict) -> NodeRow:
 def unmeasured(node: NodeRow) -> NodeRow:
     """A node of a kind that nobody measured counts as on probation, so that all its work is audited fully: limits of a
     number format alone allow no statistical failure."""
-    return node if node.on_probation else replace(node, passed=PROBATION_AUDITS - 1, streak=0)
+    return node if node.on_probation or node.certified else replace(node, passed=PROBATION_AUDITS - 1, streak=0)
 
 
 def unsure(node: NodeRow, verdict: Verdict, own_fault: bool) -> NodeRow:
@@ -116,7 +119,7 @@ def failing_kind(moment: Moment, node: NodeRow, same_kind: Sequence[NodeRow], ve
     failed it, or passed audits, within `WITHIN_MS`."""
     if verdict.outcome != Outcome.REJECTED or verdict.severity is not Severity.STATISTICAL:
         return None
-    if node.trusted or verdict.reason == STEERED:
+    if node.is_ours or verdict.reason == STEERED:
         return None
     since_ms = moment.now_ms - WITHIN_MS
     failing, passing = [node], list[NodeRow]()

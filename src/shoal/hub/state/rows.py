@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from shoal.errors import ShoalError
 from shoal.protocol import Depth, GainEvidence, NodeState, PolicyRef, Role, Tally
+from shoal.protocol.node import WORKERS
 
 AuditPolicy = Literal["all", "reputation"]
 
@@ -102,6 +103,7 @@ class Rules:
     drop_equal: Literal["task", "total"] = "task"
     credit_window_ms: int = 600_000
     newcomer_share: float = 0.25
+    trusted_audit: float = 0.05
     lease_hard_ms: int = 600_000
     proof_rows: int = 32
     pools: PoolRules | None = None
@@ -256,7 +258,7 @@ class NodeRow(Movable):
     `until_ms` ends the present one of its `suspensions`. `soft`: rejections without a strike since the last accepted
     group. `network` is where it last asked from (/24 or /48; empty: the hub's own machine), told to nobody; `kind` what
     it last asked to generate with. `failed_check` is the statistical check that it failed last, at `failed_at_ms`.
-    `doubt` and `gains`: see `reputation`."""
+    `doubt` and `gains`: see `reputation`. `expires_at_ms` is when its certificate ends."""
 
     MOVES: ClassVar[Mapping[Any, set[Any]]] = {
         NodeState.ACTIVE: {NodeState.SUSPENDED, NodeState.BANNED},
@@ -297,6 +299,7 @@ class NodeRow(Movable):
     failed_at_ms: int = 0
     doubt: float = 0.0
     gains: GainEvidence = field(default_factory=GainEvidence)
+    expires_at_ms: int | None = None
 
     @property
     def on_chain(self) -> bool:
@@ -305,9 +308,18 @@ class NodeRow(Movable):
         return self.role != "worker" or self.accepted > 0
 
     @property
-    def trusted(self) -> bool:
+    def is_ours(self) -> bool:
         """A validator that generates a unit is believed, and earns nothing."""
-        return self.role != "worker"
+        return self.role not in WORKERS
+
+    @property
+    def certified(self) -> bool:
+        """A trusted worker: the root key certified it, so that its groups are audited by sample. Never a newcomer."""
+        return self.role == "trusted"
+
+    def is_unpaid(self, depth: Depth) -> bool:
+        """What is believed without a full audit earns nothing, unless the node's own record was the reason."""
+        return self.is_ours or (self.certified and depth == "light")
 
     @property
     def unproven(self) -> bool:

@@ -61,7 +61,7 @@ def receive(
         late = f"lease {lease.lease} ran out"
         if unit.state != UnitState.OPEN:
             raise Refusal(410, LATE, f"{late} and unit {unit.unit} is {unit.state.value} meanwhile")
-        if units.is_for_validators(unit) and not node.trusted:
+        if units.is_for_validators(unit) and not node.is_ours:
             raise Refusal(410, LATE, f"{late}, and a validator generates unit {unit.unit} now")
         if pacing.is_stale(moment.rules, moment.progress.next_step, lease.version):
             raise Refusal(410, LATE, f"{late}, and policy {lease.policy.label} is too old to train on now")

@@ -97,7 +97,7 @@ class Reader:
     leases_named = _by_name(table.LEASES)
     nodes_after = _all(table.NODES, "WHERE node > :node ORDER BY node LIMIT :limit")
     # Workers of one kind heard of since then that have failed this check since then, or passed an audit.
-    same_kind = _all(table.NODES, f"""{_SEEN} WHERE kind = :kind AND role = 'worker'
+    same_kind = _all(table.NODES, f"""{_SEEN} WHERE kind = :kind AND role <> 'validator'
         AND (passed > 0 OR (failed_check = :check AND failed_at_ms >= :since_ms))
         AND presence.last_seen_ms >= :since_ms ORDER BY nodes.node""")
     presences_named = _by_name(table.PRESENCE)
@@ -203,6 +203,15 @@ class Reader:
         found = self._rows(f"SELECT digest FROM policies {where}", incarnation=incarnation, version=version)
         return PolicyRef(incarnation=incarnation, version=version, digest=found[0][0]) if found else None
 
+    def policies(self, limit: int) -> list[tuple[PolicyRef, int]]:
+        """The newest ones, and when they were announced."""
+        query = """SELECT incarnation, version, digest, announced_at_ms FROM policies
+            ORDER BY incarnation DESC, version DESC LIMIT :most"""
+        return [
+            (PolicyRef(incarnation=incarnation, version=version, digest=digest), int(at_ms))
+            for incarnation, version, digest, at_ms in self._rows(query, most=limit)
+        ]
+
     def batch(self, step: int) -> Batch | None:
         found = self._rows("SELECT document FROM batches WHERE step = :step", step=step)
         return Batch.model_validate_json(found[0][0]) if found else None
@@ -246,7 +255,8 @@ class Reader:
 
     def is_established_here(self, since_ms: int) -> bool:
         query = f"""SELECT 1 FROM nodes JOIN presence ON presence.node = nodes.node
-            WHERE passed >= {rows.PROBATION_AUDITS} AND role = 'worker' AND state = '{NodeState.ACTIVE}'
+            WHERE (passed >= {rows.PROBATION_AUDITS} AND role = 'worker' OR role = 'trusted')
+            AND state = '{NodeState.ACTIVE}'
             AND presence.last_seen_ms >= :since_ms LIMIT 1"""
         return bool(self._rows(query, since_ms=since_ms))
 

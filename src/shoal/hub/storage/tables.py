@@ -23,7 +23,7 @@ from shoal.errors import ConfigError
 from shoal.hub.state.commands import AddVerdict, RaiseAlarm
 from shoal.hub.state.rows import EvaluationRow, LeaseRow, NodeRow, ShownRow, SubmissionRow, TaskRow, TraceRow, UnitRow
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 WHOLE = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # there a whole number that is the key is where the row lies
 _TYPES: dict[Any, Any] = {int: WHOLE, float: sa.Float, bool: sa.Boolean, bytes: sa.LargeBinary}  # the rest is text

@@ -56,7 +56,7 @@ def recount(export: Path, recipe: Recipe, timeout_s: float, stop: StopToken) -> 
 
 
 def score(export: Path, recipe: Recipe, stop: StopToken) -> Recount:
-    """By greedy completions. Of the model's own generation settings only the end token is used."""
+    """By greedy completions. Of the model's own generation settings only the end tokens are used."""
     import torch
     from transformers import GenerationConfig
 
@@ -66,11 +66,14 @@ def score(export: Path, recipe: Recipe, stop: StopToken) -> Recount:
     torch.set_num_threads(recipe.trainer.threads)
     model, tokenizer = _load(export)
     end = model.generation_config.eos_token_id
-    end = end[0] if isinstance(end, list) else end
+    ends = end if isinstance(end, list) else [end]
     tokenizer.padding_side = "left"  # a completion follows the last column
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model.generation_config = GenerationConfig(
-        do_sample=False, max_new_tokens=recipe.run.max_new_tokens, eos_token_id=end, pad_token_id=tokenizer.pad_token_id
+        do_sample=False,
+        max_new_tokens=recipe.run.max_new_tokens,
+        eos_token_id=ends,
+        pad_token_id=tokenizer.pad_token_id,
     )
     for start in range(0, len(tasks), PROMPTS_AT_ONCE):
         if stop.is_set():
@@ -79,7 +82,7 @@ def score(export: Path, recipe: Recipe, stop: StopToken) -> Recount:
         encoded = tokenizer([task.prompt for task in some], add_special_tokens=False, padding=True, return_tensors="pt")
         output = model.generate(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"])
         for task, row in zip(some, output[:, encoded["input_ids"].shape[1] :].tolist(), strict=True):
-            ids = row[: row.index(end)] if end in row else row
+            ids = row[: next((place for place, token in enumerate(row) if token in ends), len(row))]
             values.append(environment.score(task, tokenizer.decode(ids, clean_up_tokenization_spaces=False)).value)
     return Recount(score=sum(values) / len(values), tasks=len(values))
 

@@ -36,6 +36,7 @@ class Given:
     tasks: int
     temperature: float | None
     max_new_tokens: int | None
+    stop: tuple[str, ...] | None
     seed: int
     split: str | None
     batch_rows: int
@@ -62,6 +63,7 @@ class Given:
         return SamplingPlan(
             samples=self.samples, tasks=self.tasks, temperature=temperature, max_new_tokens=tokens, seed=self.seed,
             split=split, batch_rows=self.batch_rows,
+            stop=self.stop if self.stop is not None else recipe.run.stop if recipe else (),
         )  # fmt: skip
 
     def opened(

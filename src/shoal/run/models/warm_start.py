@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.environments import Environment, build, prompt_settings_of
+from shoal.environments.protocol import refuse_tokens
 from shoal.environments.settings import PromptSettings
 from shoal.errors import ConfigError, EnvironmentSetupError
 from shoal.evaluation.records import difference
@@ -102,6 +103,7 @@ class WarmStartRequest:
         with ExitStack() as around:
             pool, judge = None, None
             if choice.verify and environment and self.source:
+                refuse_tokens(environment, "shoal sft --verify")
                 pool = self.source.scoring(environment, self.stop)
                 around.callback(pool.close)
             if choice.rank is not None:

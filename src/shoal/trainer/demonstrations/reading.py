@@ -205,4 +205,4 @@ class Encoder:
 
     def _spoken(self, text: str) -> tuple[int, ...]:
         """Control tokens in the text are encoded as plain text."""
-        return (*self.tokenizer.encode_plain(text), self.tokenizer.eos_token_id)
+        return (*self.tokenizer.encode_plain(text), self._prompts.end_of_turn)

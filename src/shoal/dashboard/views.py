@@ -1,0 +1,223 @@
+"""What each page shows, as JSON values. `level` says to whom."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal
+
+from shoal.hub.service import Hub
+from shoal.hub.state import Refusal
+from shoal.hub.state.rows import UnitState
+from shoal.protocol.signing import canonical_json
+from shoal.records import ORDERS, OUTCOMES, Records, Wanted
+
+Level = Literal["none", "overview", "all", "owner"]
+POINTS, ROWS, PAGE = 1000, 100, 200
+PRIVATE = ("gaps", "margins", "checks")  # what a cheat could be tuned by
+OVERVIEW = (
+    "run", "name", "now_ms", "finished", "steps", "step", "max_staleness", "units", "submissions", "waits", "alarms",
+    "node_counts", "unscored", "standstill", "pools", "outbox",
+)  # fmt: skip
+Asked = Mapping[str, str]
+
+
+class Views:
+    def __init__(self, hub: Hub, recipe: str, records: Path | None) -> None:
+        self._hub, self._recipe = hub, recipe
+        self._records = None if records is None else Records(records)
+        self._series: tuple[int, dict[str, list[float | None]]] = (-1, {})
+        self.names: dict[str, Callable[[str, Asked, Level], Any]] = {
+            "overview": self._overview, "series": self._series_of, "nodes": self._nodes, "node": self._node,
+            "rollouts": self._rollouts, "rollout": self._rollout, "tasks": self._tasks, "policies": self._policies,
+            "ledger": self._ledger, "recipe": lambda _rest, _asked, _level: {"text": self._recipe},
+        }  # fmt: skip
+
+    def show(self, name: str, rest: str, asked: Asked, level: Level) -> Any:
+        return self.names[name](rest, asked, level)
+
+    def _overview(self, _rest: str, _asked: Asked, level: Level) -> dict[str, Any]:
+        status = self._hub.reporting.status().model_dump(mode="json")
+        found = {name: status[name] for name in OVERVIEW}
+        policy = status["policy"] or {}
+        reasons = self._table_of(("outcome", "reason", "sample"))
+        refused: dict[str, int] = defaultdict(int)
+        for outcome, reason, sample in reasons:
+            if sample == 0 and reason:
+                refused[f"{outcome}: {reason}"] += 1
+        credit = sum(int(node["credit"]) for node in status["nodes"])
+        return {
+            **found, "level": level, "version": policy.get("version"), "conduct": status["standing"]["conduct"],
+            "ledger_rows": status["ledger"]["index"] + 1, "credit": credit, "refused": dict(refused),
+        }  # fmt: skip
+
+    def _series_of(self, _rest: str, asked: Asked, _level: Level) -> dict[str, list[float | None]]:
+        """Metrics by step, averaged over neighbours where there are more than `points`."""
+        with self._hub.context.storage.read() as reader:
+            last = reader.reports(1)
+            newest = last[0].step if last else -1
+            if self._series[0] != newest:
+                reports = reader.reports(10**7)
+                names = sorted({name for each in reports for name in each.metrics})
+                columns: dict[str, list[float | None]] = {"step": [float(each.step) for each in reports]}
+                self._series = newest, columns | {
+                    name: [each.metrics.get(name) for each in reports] for name in names if name != "step"
+                }  # fmt: skip
+        columns = self._series[1]
+        points, count = _whole(asked, "points", POINTS), len(columns.get("step", ()))
+        size = max(1, math.ceil(count / max(1, points)))
+        return {
+            name: [_mean(values[at : at + size]) for at in range(0, count, size)] for name, values in columns.items()
+        }
+
+    def _nodes(self, _rest: str, asked: Asked, _level: Level) -> list[dict[str, Any]]:
+        page = self._hub.stories.nodes(asked.get("after", "")[:64], PAGE)
+        return [node.model_dump(mode="json") for node in page.nodes]
+
+    def _node(self, rest: str, _asked: Asked, _level: Level) -> dict[str, Any]:
+        full = self._hub.stories.node(rest)
+        story = full.model_dump(mode="json", include={
+            "run", "node", "sentence", "registered_at_ms", "streak", "passed", "certain", "statistical", "lapsed",
+            "pace_ms",
+        })  # fmt: skip
+        shown = (
+            "unit",
+            "state",
+            "reason",
+            "message",
+            "rule",
+            "decided_at_ms",
+            "generated_tokens",
+            "credit",
+            "credit_state",
+        )
+        for name in ("recent", "refused"):
+            story[name] = [{key: getattr(each, key) for key in shown} for each in getattr(full, name)]
+        hours: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        kinds = dict[str, str]()
+        for node, kind, outcome, at_ms, tokens in self._table_of(
+            ("node", "kind", "outcome", "decided_at_ms", "tokens")
+        ):
+            kinds[node] = kind
+            if outcome in ("accepted", "dropped"):
+                hours[node][at_ms // 3_600_000] += tokens
+        own = hours.get(rest, {})
+        others = [median(by.values()) for node, by in hours.items() if node != rest and kinds[node] == kinds.get(rest)]
+        story["hours"] = [{"hour_ms": hour * 3_600_000, "tokens": own[hour]} for hour in sorted(own)]
+        story["same_kind_tokens_per_hour"] = median(others) if others else None
+        return story
+
+    def _table_of(self, columns: Sequence[str]) -> list[tuple[Any, ...]]:
+        if self._records is None:
+            return []
+        table = self._records.table()
+        return list(zip(*(table[name].to_pylist() for name in columns), strict=True))
+
+    def _rollouts(self, _rest: str, asked: Asked, level: Level) -> list[dict[str, Any]]:
+        records = self._kept(level)
+        order, outcome = asked.get("order", "newest"), asked.get("outcome", "")
+        if order not in ORDERS or outcome not in ("", *OUTCOMES):
+            raise ValueError(f"order is one of {', '.join(ORDERS)}; outcome one of {', '.join(OUTCOMES)}")
+        chosen: dict[str, Any] = {name: asked.get(name, "") for name in ("reason", "node", "task", "text")}
+        chosen |= {name: _whole(asked, name, None) for name in ("unit", "step", "version")}
+        limit, after = min(ROWS, _whole(asked, "limit", ROWS)), max(0, _whole(asked, "after", 0))
+        wanted = Wanted(order, outcome, **chosen, limit=limit, after=after)
+        found = records.find(wanted)
+        allowed = self._decided({each.unit for each in found}) if level != "owner" else None
+        return [
+            {name: value for name, value in asdict(each).items() if name in records.columns}
+            for each in found
+            if allowed is None or (each.unit in allowed and each.outcome in ("accepted", "dropped"))
+        ]
+
+    def _rollout(self, rest: str, _asked: Asked, level: Level) -> dict[str, Any]:
+        records, (group, _, sample) = self._kept(level), rest.partition("/")
+        if not (group.isdigit() and sample.isdigit()):
+            raise ValueError("a rollout is named by its group and its number in it: /view/rollout/3/0")
+        found = records.whole(records.at(int(group), int(sample)))
+        if not found:
+            raise Refusal(404, "http.404", f"there is no rollout {rest} in the records")
+        each = asdict(found[0])
+        if level != "owner":
+            if each["outcome"] not in ("accepted", "dropped") or each["unit"] not in self._decided({each["unit"]}):
+                raise Refusal(
+                    403, "http.403", "its unit may still be given to somebody: ask again when it is trained on"
+                )
+            each |= {name: [] for name in PRIVATE}
+        for name in ("logprobs", "gaps", "margins"):
+            each[name] = [float(value) if math.isfinite(value) else None for value in each[name] or ()]
+        return each
+
+    def _kept(self, level: Level) -> Records:
+        if level == "overview":
+            raise Refusal(403, "http.403", "the owner of this run does not show its rollouts (dashboard.public)")
+        if self._records is None:
+            raise Refusal(404, "http.404", "this hub keeps no records of rollouts (hub.records_gb)")
+        return self._records
+
+    def _decided(self, units: set[int]) -> set[int]:
+        """Units that nobody can get any more."""
+        with self._hub.context.storage.read() as reader:
+            rows = reader.units_named(sorted(units))
+        ended = (UnitState.TRAINED, UnitState.DROPPED, UnitState.VOID)
+        return {unit for unit, row in rows.items() if row.state in ended or row.step is not None}
+
+    def _tasks(self, _rest: str, _asked: Asked, level: Level) -> list[dict[str, Any]]:
+        """Those with the most rollouts: their mean reward by version."""
+        self._kept(level)
+        sums: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for task, version, reward, outcome in self._table_of(("task", "version", "reward", "outcome")):
+            if reward is not None and (level == "owner" or outcome in ("accepted", "dropped")):
+                sums[task][version].append(reward)
+        most = sorted(sums, key=lambda task: (-sum(map(len, sums[task].values())), task))[:PAGE]
+        return [
+            {
+                "task": task, "rollouts": sum(map(len, sums[task].values())),
+                "versions": sorted(sums[task]), "rewards": [fmean(sums[task][each]) for each in sorted(sums[task])],
+            }
+            for task in most
+        ]  # fmt: skip
+
+    def _policies(self, _rest: str, _asked: Asked, _level: Level) -> list[dict[str, Any]]:
+        with self._hub.context.storage.read() as reader:
+            rows = reader.policies(PAGE)
+        scores = {each.policy: each for each in self._hub.evaluating.page(0).evaluations}
+        generated: dict[tuple[int, int], int] = defaultdict(int)
+        for incarnation, version, sample in self._table_of(("incarnation", "version", "sample")):
+            generated[incarnation, version] += sample == 0
+        return [
+            {
+                **policy.model_dump(), "announced_at_ms": at_ms, "held_out": score.mean if score else None,
+                "groups": generated[policy.incarnation, policy.version],
+            }
+            for policy, at_ms in rows
+            for score in [scores.get(policy)]
+        ]  # fmt: skip
+
+    def _ledger(self, _rest: str, asked: Asked, _level: Level) -> dict[str, Any]:
+        """Rows with the exact text that their hash is of, so that a browser can check the chain."""
+        page = self._hub.reporting.ledger_page(_whole(asked, "after", -1), min(1000, _whole(asked, "limit", PAGE)))
+        names = ("index", "previous", "kind", "body", "at_ms")
+        rows = [
+            {"text": canonical_json({name: getattr(each, name) for name in names}).decode(), "hash": each.hash}
+            for each in page.entries
+        ]  # fmt: skip
+        return {"rows": rows, "head": page.head.model_dump()}
+
+
+def _whole(asked: Asked, name: str, default: Any) -> Any:
+    if name not in asked:
+        return default
+    try:
+        return max(-1, min(2**53, int(asked[name])))
+    except ValueError as error:
+        raise ValueError(f"{name} is a whole number, not {asked[name][:20]!r}") from error
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return fmean(there) if there else None
