@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -29,7 +29,6 @@ from shoal import protocol as wire
 from shoal.client.hub import TRAINING_BATCH_LIMITS
 from shoal.engines.groups import generate, is_finite, rollout_of
 from shoal.engines.shelf import LoadedPolicy
-from shoal.engines.torch import TorchEngine
 from shoal.environments import build, columns_of, judges_of, require_scoring
 from shoal.errors import ConfigError, EnvironmentSetupError, ScoringFailure
 from shoal.hub.service.context import Context, load_or_create_secret
@@ -53,13 +52,13 @@ from shoal.runtime import FolderLock, StopToken, SystemClock, ensure_folder, res
 from shoal.runtime.metrics import MetricsLog
 from shoal.shardcast.content import Content, chunk_of
 from shoal.shardcast.manifest import chunk_size_for
-from shoal.trainer.learner import make_deterministic
-from shoal.trainer.loop import TrainingParts, TrainingRun, training_parts
-from shoal.trainer.record import Standing
+from shoal.trainer.record import PublishedPolicy
 from shoal.trainer.settings import TrainerConfig
-from shoal.trainer.step import Stopped
 from shoal.validator.rewards import Group, RewardNotes, Scored, Scoring, shuffled
 from shoal.validator.side_jobs import answers_to, scores_of
+
+if TYPE_CHECKING:
+    from shoal.trainer.loop import TrainingParts
 
 log = logging.getLogger(__name__)
 
@@ -145,8 +144,10 @@ class SoloHub:
         if self._segments is not None:
             self._segments.open()
 
-    def adopt(self, parts: TrainingParts) -> None:
+    def adopt(self, parts: "TrainingParts") -> None:
         """Generate with the model that is trained."""
+        from shoal.engines.torch import TorchEngine
+
         self._engine, self._files = TorchEngine.wrap(parts.learner.model, pages=True), parts.files
         self._decode = TextTokenizer(parts.files).decode_many
 
@@ -160,7 +161,7 @@ class SoloHub:
             sampling=config.sampling, group_size=run.group_size, max_staleness=0, steps=run.steps, model=config.model,
         )  # fmt: skip
 
-    def status(self) -> Standing:
+    def status(self) -> PublishedPolicy:
         return SimpleNamespace(policy=self._newest)
 
     def batch(self, step: int, wait_s: float) -> BatchReply:
@@ -290,13 +291,13 @@ class SoloHub:
 
     def _generated(self, leases: Sequence[wire.Lease]) -> list[DrawnGroup]:
         loaded = LoadedPolicy(leases[0].policy, self._engine, self._files)
-        completions = generate(loaded, leases, check=self._go_on, proves=False)
+        completions = generate(loaded, leases, check=self._check_stop, proves=False)
         if not all(map(is_finite, completions)):
             raise errors.TrainingDiverged(f"version {loaded.ref.label} computes NaN or infinite log-probabilities")
         groups = [Group(lease, [*map(rollout_of, each)]) for lease, each in zip(leases, completions, strict=True)]
         found: dict[int, Scored | ScoringFailure] = {}
         while left := [index for index in range(len(groups)) if isinstance(found.get(index, UNASKED), NotStarted)]:
-            self._go_on()
+            self._check_stop()
             found.update(zip(left, self._scoring.score([groups[i] for i in left], self._decode), strict=True))
         drawn = []
         for index, group in enumerate(groups):
@@ -308,7 +309,9 @@ class SoloHub:
             drawn.append(DrawnGroup(lease, group.rollouts, scored))
         return drawn
 
-    def _go_on(self) -> None:
+    def _check_stop(self) -> None:
+        from shoal.trainer.step import Stopped
+
         if self._stop.is_set():
             raise Stopped
 
@@ -344,7 +347,7 @@ class SoloHub:
         assert policy is not None, "its digest is known"
         loaded = LoadedPolicy(policy, self._engine, self._files)
         for start in range(0, len(asked), HELD_OUT_AT_ONCE):
-            self._go_on()
+            self._check_stop()
             some = asked[start : start + HELD_OUT_AT_ONCE]
             answers = answers_to(some, self._environment, loaded, self._config.sampling)
             found = scores_of(some, answers, self._environment, loaded, self._scoring.scorer)
@@ -405,6 +408,9 @@ class SoloHub:
 
 def run_solo(folder: RunFolder, stop: StopToken, say: Say) -> None:
     """Train to the end, or until `stop`. Failures raise `ShoalError`."""
+    from shoal.trainer.learner import make_deterministic
+    from shoal.trainer.loop import TrainingRun, training_parts
+
     recipe = folder.recipe
     config = TrainerConfig(
         folder=folder.path / "trainer", settings=recipe.trainer, model=recipe.model.path,
