@@ -176,9 +176,10 @@ class TorchEngine(DrawingEngine):
                 self._model.train()
 
     def release(self) -> None:
-        """Give back the memory of pages and captured steps, which training on the same GPU needs."""
-        if self._pages is not None:
-            self._pages.release()
+        """On a GPU: give back the memory of pages and captured steps, which training needs."""
+        if self._pages is not None and self._model.device.type == "cuda":
+            self._pages.drop()
+            torch.cuda.empty_cache()
 
     def rows_at_once(self, tokens_each: int) -> int:
         self._measure_cache()
