@@ -6,7 +6,6 @@ An honest one shows its work, keeps its lease and is accepted. Those who lie abo
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from test_loop_scripted import DEADLINE_S, URL, Run, check_accounts
 from kit import Patch, eventually
 from shoal.adversary import CHEATS
 from shoal.client import HubClient
-from shoal.engines.registry import ENGINES
+from shoal.engines import Engine
+from shoal.engines.registry import ENGINES, EngineEntry
 from shoal.engines.scripted import ScriptedEngine
 from shoal.errors import HubRefused
 from shoal.hub import RunSettings
@@ -43,14 +43,23 @@ class Slow(Long):
         return super()._step(sequence)
 
 
+class LongEntry(EngineEntry):
+    def make(self, files: Mapping[str, bytes], _device: str, _dtype: str) -> Engine:
+        return Long(files)
+
+
+class SlowEntry(EngineEntry):
+    def make(self, files: Mapping[str, bytes], _device: str, _dtype: str) -> Engine:
+        return Slow(files)
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: Patch) -> Iterator[Run]:
     """With a secret that is known, so that seeds and lengths are the same every time."""
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "secret").write_text("ab" * 32)
-    entry = ENGINES["scripted"]
-    monkeypatch.setitem(ENGINES, "scripted", replace(entry, make=lambda files, *_: Long(files)))
-    monkeypatch.setitem(ENGINES, "slow", replace(entry, make=lambda files, *_: Slow(files)))
+    monkeypatch.setitem(ENGINES, "scripted", LongEntry("scripted"))
+    monkeypatch.setitem(ENGINES, "slow", SlowEntry("scripted"))
     Slow.hurry.clear()
     run = Run(tmp_path, SETTINGS, lease_s=LEASE_S, proof=ProofParameters(rows=8))
     yield run
@@ -60,9 +69,10 @@ def run(tmp_path: Path, monkeypatch: Patch) -> Iterator[Run]:
 
 ONE = WorkerSettings(units_per_lease=1)
 LIES = {  # how deep the audit is that finds it, and by which reason
-    "show-random": ("progress", "progress.seed"),
-    "show-other": ("progress", "progress.seed"),
-    "show-swap": ("full", "progress.prefix"),  # submits otherwise than it showed
+    "show-random": ("progress", ("progress.seed",)),
+    "show-other": ("progress", ("progress.seed",)),
+    # submits otherwise than it showed; on a busy machine perhaps before it has shown anything
+    "show-swap": ("full", ("progress.prefix", "sampling.seed")),
 }
 
 
@@ -78,8 +88,8 @@ def test_slow_newcomers_who_lie_about_progress_are_banned(run: Run) -> None:
 
     eventually(is_over, DEADLINE_S, run.status)
     Slow.hurry.set()
-    for cheat, (_, reason) in LIES.items():
-        with pytest.raises(HubRefused, match=f"banned.*{re.escape(reason)}"):
+    for cheat, (_, reasons) in LIES.items():
+        with pytest.raises(HubRefused, match=f"banned.*({'|'.join(map(re.escape, reasons))})"):
             liars[cheat].result(DEADLINE_S)
     run.stop.set("nothing changes any more")
     honest.result(DEADLINE_S)
@@ -87,11 +97,10 @@ def test_slow_newcomers_who_lie_about_progress_are_banned(run: Run) -> None:
     nodes = run.nodes()
     assert_kept_its_lease(nodes["honest"], run.trainer.node(nodes["honest"].node))
     client = HubClient(URL, run.validator_key, run.stop, run.fingerprint, run.http)
-    for cheat, (depth, reason) in LIES.items():
-        view = nodes[cheat]
-        assert reason in CHEATS[cheat].reasons
+    for cheat, (depth, reasons) in LIES.items():
+        view, (reason, _, _) = nodes[cheat], nodes[cheat].reason.partition(": ")
+        assert reason in {*reasons} & {*CHEATS[cheat].reasons}
         assert (view.accepted, view.credit, view.strikes) == (0, 0, 1)
-        assert view.reason.startswith(f"{reason}: ")
         [refused] = run.trainer.node(view.node).refused
         assert (refused.depth, refused.state, refused.reason) == (depth, "rejected", reason)
         assert refused.verdict.document["severity"] == "certain"

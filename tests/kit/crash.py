@@ -205,6 +205,7 @@ class Books:
 
     def _check_records(self, context: Context) -> None:
         """Every judged group is among the records once; those that were pulled later a second time."""
+        eventually(context.lead, DEADLINE_S, "the hubs were killed")
         Archiving(context).close()  # the hub may have been killed before its last ones
         table = Records(context.config.folder / FOLDER).table()
         firsts = table.filter(pc.equal(table["sample"], 0)).to_pylist()

@@ -23,7 +23,7 @@ from shoal.cli.help import CONTEXT, Command, CommandGroup
 from shoal.cli.ledger import ledger
 from shoal.cli.plan import plan
 from shoal.cli.rollouts import plot, rollouts
-from shoal.cli.run import demo, hub, init, join, relay, run, trainer, validator
+from shoal.cli.run import demo, hub, init, join, leave, relay, run, trainer, validator
 from shoal.cli.upkeep import backup, dashboard, doctor, export, restore, status
 from shoal.cli.why import why
 from shoal.errors import ShoalError, UserError
@@ -128,6 +128,7 @@ READERS: dict[str, dict[str, tuple[Callable[..., object], str] | Typer]] = {
     },
     "Contribute a machine": {
         "join": (join, "shoal join http://HOST:8470/#KEY --sandbox --max-disk 40GB"),
+        "leave": (leave, "shoal leave http://HOST:8470/#KEY --pause"),
         "doctor": (doctor, "shoal doctor http://HOST:8470/#KEY"),
         "key": key,
     },

@@ -49,6 +49,8 @@ PROJECT = "The folder to make; the run gets its name."
 SANDBOX = "Hide network, home folder and other processes from the worker; needs bubblewrap."
 MEMORY = "Most memory for the model, for example 8GB. (default: 80 % of the free)"
 GPUS = "One worker on each of these GPUs, for example 0,2. (default: all GPUs)"
+LEFT = "What was joined: the join URL, the run's name in ~/.shoal, or the worker's folder."
+LEAVE_WAIT = "How long to wait for the workers to send what is finished and to end."
 HOURS = "Work only at these hours of the local time, for example 22-7 or 12:30-14,20-24. (default: all day)"
 IDLE = "Work only while other programs leave the processor idle (Linux); their use of a GPU is not seen."
 WORKERS = "This many workers on the processor. (default: 1)"
@@ -332,11 +334,32 @@ def join(
         return 0
     if len(urls) != len(where):
         raise UserError(f"{' '.join(where)}: give one run on this machine, or the join URLs of one run")
+    from rich.console import Console
+
+    from shoal.cli.view import live_rows
     from shoal.run.join import JoinRequest, run_joined_worker
 
     open_hours = ALL_DAY if hours is None else Hours.parse(hours)
     given = (tuple(urls), folder, engine, device, dtype, name, 10 if wait_s is None else wait_s, cheat, owner, vouch)
-    return run_joined_worker(JoinRequest(*given, check, limits, sandbox, gpu, workers, trusted, open_hours, idle))
+    request = JoinRequest(*given, check, limits, sandbox, gpu, workers, trusted, open_hours, idle)
+    with live_rows(Console(stderr=True)) as show:
+        return run_joined_worker(request, show)
+
+
+def leave(
+    where: Annotated[str, Argument(metavar="RUN", help=LEFT)],
+    pause: Annotated[bool, Option("--pause", help="Give running work back, and rest until --resume.")] = False,
+    resume: Annotated[bool, Option("--resume", help="End the pause.")] = False,
+    wait_s: Annotated[float, options.number("--wait", "SECONDS", LEAVE_WAIT, 0, options.DAY_S)] = 120,
+) -> None:
+    """Stop, pause or resume the workers of this machine that have joined a run; shows what they have earned."""
+    require("worker", "shoal leave")
+    from shoal.run import join as joined
+
+    if pause and resume:
+        raise UserError("--pause and --resume exclude each other")
+    folder = joined.joined_folder(where)
+    echo(joined.pause(folder, pause) if pause or resume else joined.leave(folder, wait_s))
 
 
 def _refuse_others(context: Context, where: str, *taken: str) -> None:

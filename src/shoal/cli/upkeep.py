@@ -15,6 +15,7 @@ from shoal.runtime.extras import require
 PIPED_WIDTH = 200
 OUT = "The folder to write."
 VERSION = "Write the checkpoint of this version. (default: the newest)"
+ADAPTER = "Of a run with [trainer.lora]: write the adapters alone, in PEFT's format."
 PUSH = "Push it to the Hugging Face hub, with metrics and ledger; log in before (hf auth login), or set HF_TOKEN."
 ROLLOUTS = "With --push: what was trained on as well, as the data set ORG/NAME-rollouts."
 VERIFY = "Check this backup instead of making one."
@@ -80,6 +81,7 @@ def export(
     out: Annotated[Path, Argument(metavar="OUT", help=OUT)],
     best: Annotated[bool, Option("--best", help="Write the checkpoint with the best held-out score.")] = False,
     version: Annotated[int | None, options.whole("--version", VERSION)] = None,
+    adapter: Annotated[bool, Option("--adapter", help=ADAPTER)] = False,
     push: Annotated[str | None, options.value("--push", "ORG/NAME", PUSH)] = None,
     private: Annotated[bool, Option("--private", help="With --push: into private repositories.")] = False,
     rollouts: Annotated[bool, Option("--rollouts", help=ROLLOUTS)] = False,
@@ -92,7 +94,7 @@ def export(
     if push is None and (private or rollouts):
         raise UserError(f"{'--private' if private else '--rollouts'} goes with --push ORG/NAME")
     name = None if push is None else hf.check_push(push)
-    echo(f"wrote {export_run(directory, out, best, version)}")
+    echo(f"wrote {export_run(directory, out, best, version, adapter)}")
     for line in () if name is None else push_export(directory, out, name, private, rollouts):
         echo(line)
 

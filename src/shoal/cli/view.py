@@ -9,7 +9,8 @@ Names, reasons and messages come from other people's machines: they are shown as
 
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Self
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -24,6 +25,9 @@ from shoal.run.progress import Display, RunView, labels
 from shoal.runtime.text import duration, printable, visible
 from shoal.validator.settings import MEASURING
 
+if TYPE_CHECKING:
+    from shoal.run.fleet import Show
+
 SILENCE_S = 10.0
 LONG_WAIT_S = 10.0  # shorter waits are normal
 LABEL_WIDTH, SPARK_WIDTH = 12, 40
@@ -34,10 +38,25 @@ STATE_STYLES = {"active": "green", "probation": "green", "done": "dim", "startin
 
 
 def choose_display(console: Console) -> Display:
-    able = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
-    if able and console.file.isatty():  # what `is_terminal` says can be forced by the environment
+    if _can_draw(console):
         return LiveDisplay(console)
     return PlainDisplay(lambda line: console.print(Text(line), soft_wrap=True))
+
+
+def _can_draw(console: Console) -> bool:
+    able = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
+    return able and console.file.isatty()  # what `is_terminal` says can be forced by the environment
+
+
+@contextmanager
+def live_rows(console: Console) -> "Iterator[Show | None]":
+    """Rows below what is logged, drawn in place; None where there is no terminal. The log must be set up inside."""
+    if not _can_draw(console):
+        yield None
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        console.show_cursor(True)  # a second Ctrl-C ends the process at once
+        yield lambda rows: live.update(Group(*(_row(*row) for row in rows)), refresh=True)
 
 
 class LiveDisplay:

@@ -10,14 +10,19 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from shoal.hub.service import Hub
 from shoal.hub.state import Refusal
 from shoal.hub.state.rows import UnitState
 from shoal.protocol.signing import canonical_json
 from shoal.records import ORDERS, OUTCOMES, Records, Wanted
+from shoal.records.records import empty, means
 
 Level = Literal["none", "overview", "all", "owner"]
 POINTS, ROWS, PAGE = 1000, 100, 200
+SEARCH_S = 0.1
 PRIVATE = ("gaps", "margins", "checks")  # what a cheat could be tuned by
 OVERVIEW = (
     "run", "name", "now_ms", "finished", "steps", "step", "max_staleness", "units", "submissions", "waits", "alarms",
@@ -44,15 +49,12 @@ class Views:
         status = self._hub.reporting.status().model_dump(mode="json")
         found = {name: status[name] for name in OVERVIEW}
         policy = status["policy"] or {}
-        reasons = self._table_of(("outcome", "reason", "sample"))
-        refused: dict[str, int] = defaultdict(int)
-        for outcome, reason, sample in reasons:
-            if sample == 0 and reason:
-                refused[f"{outcome}: {reason}"] += 1
+        groups = means(self._table("sample", 0), "sample", "outcome", "reason")
+        refused = {f"{each['outcome']}: {each['reason']}": each["sample_count"] for each in groups if each["reason"]}
         credit = sum(int(node["credit"]) for node in status["nodes"])
         return {
             **found, "level": level, "version": policy.get("version"), "conduct": status["standing"]["conduct"],
-            "ledger_rows": status["ledger"]["index"] + 1, "credit": credit, "refused": dict(refused),
+            "ledger_rows": status["ledger"]["index"] + 1, "credit": credit, "refused": refused,
         }  # fmt: skip
 
     def _series_of(self, _rest: str, asked: Asked, _level: Level) -> dict[str, list[float | None]]:
@@ -97,25 +99,24 @@ class Views:
         )
         for name in ("recent", "refused"):
             story[name] = [{key: getattr(each, key) for key in shown} for each in getattr(full, name)]
-        hours: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        table = self._table()
+        hour = pc.divide(table["decided_at_ms"], 3_600_000)
+        paid = table.append_column("hour", hour).filter(pc.is_in(table["outcome"], pa.array(["accepted", "dropped"])))
+        hours: dict[str, dict[int, int]] = defaultdict(dict)
         kinds = dict[str, str]()
-        for node, kind, outcome, at_ms, tokens in self._table_of(
-            ("node", "kind", "outcome", "decided_at_ms", "tokens")
-        ):
-            kinds[node] = kind
-            if outcome in ("accepted", "dropped"):
-                hours[node][at_ms // 3_600_000] += tokens
+        for each in means(paid, "tokens", "node", "kind", "hour"):
+            kinds[each["node"]] = each["kind"]
+            hours[each["node"]][each["hour"]] = round(each["tokens_mean"] * each["tokens_count"])
         own = hours.get(rest, {})
         others = [median(by.values()) for node, by in hours.items() if node != rest and kinds[node] == kinds.get(rest)]
         story["hours"] = [{"hour_ms": hour * 3_600_000, "tokens": own[hour]} for hour in sorted(own)]
         story["same_kind_tokens_per_hour"] = median(others) if others else None
         return story
 
-    def _table_of(self, columns: Sequence[str]) -> list[tuple[Any, ...]]:
-        if self._records is None:
-            return []
-        table = self._records.table()
-        return list(zip(*(table[name].to_pylist() for name in columns), strict=True))
+    def _table(self, column: str = "", value: object = None) -> pa.Table:
+        """The records without texts, or those with a value in a column; no rows where none are kept."""
+        table = empty() if self._records is None else self._records.table()
+        return table.filter(pc.equal(table[column], value)) if column else table
 
     def _rollouts(self, _rest: str, asked: Asked, level: Level) -> list[dict[str, Any]]:
         records = self._kept(level)
@@ -125,7 +126,7 @@ class Views:
         chosen: dict[str, Any] = {name: asked.get(name, "") for name in ("reason", "node", "task", "text")}
         chosen |= {name: _whole(asked, name, None) for name in ("unit", "step", "version")}
         limit, after = min(ROWS, _whole(asked, "limit", ROWS)), max(0, _whole(asked, "after", 0))
-        wanted = Wanted(order, outcome, **chosen, limit=limit, after=after)
+        wanted = Wanted(order, outcome, **chosen, limit=limit, after=after, seconds=SEARCH_S)
         found = records.find(wanted)
         allowed = self._decided({each.unit for each in found}) if level != "owner" else None
         return [
@@ -169,30 +170,31 @@ class Views:
     def _tasks(self, _rest: str, _asked: Asked, level: Level) -> list[dict[str, Any]]:
         """Those with the most rollouts: their mean reward by version."""
         self._kept(level)
-        sums: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for task, version, reward, outcome in self._table_of(("task", "version", "reward", "outcome")):
-            if reward is not None and (level == "owner" or outcome in ("accepted", "dropped")):
-                sums[task][version].append(reward)
-        most = sorted(sums, key=lambda task: (-sum(map(len, sums[task].values())), task))[:PAGE]
+        table = self._table()
+        if level != "owner":
+            table = table.filter(pc.is_in(table["outcome"], pa.array(["accepted", "dropped"])))
+        found: dict[str, dict[int, tuple[float, int]]] = defaultdict(dict)
+        for each in means(table, "reward", "task", "version"):
+            found[each["task"]][each["version"]] = each["reward_mean"], each["reward_count"]
+        counts = {task: sum(count for _, count in by.values()) for task, by in found.items()}
         return [
             {
-                "task": task, "rollouts": sum(map(len, sums[task].values())),
-                "versions": sorted(sums[task]), "rewards": [fmean(sums[task][each]) for each in sorted(sums[task])],
+                "task": task, "rollouts": counts[task], "versions": sorted(found[task]),
+                "rewards": [found[task][version][0] for version in sorted(found[task])],
             }
-            for task in most
+            for task in sorted(found, key=lambda task: (-counts[task], task))[:PAGE]
         ]  # fmt: skip
 
     def _policies(self, _rest: str, _asked: Asked, _level: Level) -> list[dict[str, Any]]:
         with self._hub.context.storage.read() as reader:
             rows = reader.policies(PAGE)
         scores = {each.policy: each for each in self._hub.evaluating.page(0).evaluations}
-        generated: dict[tuple[int, int], int] = defaultdict(int)
-        for incarnation, version, sample in self._table_of(("incarnation", "version", "sample")):
-            generated[incarnation, version] += sample == 0
+        groups = means(self._table("sample", 0), "sample", "incarnation", "version")
+        generated = {(each["incarnation"], each["version"]): each["sample_count"] for each in groups}
         return [
             {
                 **policy.model_dump(), "announced_at_ms": at_ms, "held_out": score.mean if score else None,
-                "groups": generated[policy.incarnation, policy.version],
+                "groups": generated.get((policy.incarnation, policy.version), 0),
             }
             for policy, at_ms in rows
             for score in [scores.get(policy)]

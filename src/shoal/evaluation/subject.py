@@ -40,16 +40,16 @@ def open_subject(name: str, where: str | Path, machine: EngineChoice, rows: int)
             from shoal.engines.torch import TorchEngine
             from shoal.models.load import load_model
 
-            engine: Engine = TorchEngine.wrap(load_model(folder, dtype, device).model, max_rows=rows)
+            engine: Engine = TorchEngine.wrap(load_model(where, dtype, device).model, max_rows=rows)
         else:
             engine, weights = build(machine.engine, files, device, dtype), dict[str, TensorView]()
             if machine.engine != "scripted":
                 from shoal.models.load import load_model
                 from shoal.models.state import policy_views
 
-                weights = policy_views(load_model(folder, dtype).model)
+                weights = policy_views(load_model(where, dtype).model)
             engine.load_policy(None, weights)
-    return EvaluatedModel(name, model_digest(folder), files, engine)
+    return EvaluatedModel(name, model_digest(where), files, engine)
 
 
 def plain_name(text: str) -> str:

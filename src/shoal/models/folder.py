@@ -1,13 +1,14 @@
 """Model folders in Hugging Face format, without torch: the small files that describe a model, and its weight files.
 
 A published policy contains the small files and the weights, so a worker needs nothing else. Raw tensors are numpy
-arrays.
+arrays. A folder may also hold adapters in PEFT's format; their base is what they name, or another: `ADAPTERS+BASE`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 BUILTIN = ("tiny",)
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX, PEFT_DOWN, PEFT_UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+OTHER_SUMS = (
+    "use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out",
+    "layer_replication", "megatron_config", "use_qalora", "target_parameters", "trainable_token_indices",
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "use_bdlora", "velora_config",
+)  # fmt: skip
+PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # the others change the base's weights, too
+MERGE_FIRST = "merge them with peft (merge_and_unload), and give that model"
 DESCRIPTION_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja",
@@ -33,21 +43,56 @@ MAX_CONFIG_BYTES = 1024 * 1024  # config.json, generation_config.json
 
 def model_folder(name: str | Path, weights: bool = True) -> Path:
     """The folder of a built-in model by its name, the given folder, or that of a model of the Hugging Face hub, which
-    is downloaded (without `weights`: only what describes it). It contains at least config.json."""
-    if str(name) in BUILTIN:
-        return Path(__file__).parent / "data" / str(name)
-    folder = hf.model_folder(name, weights)
+    is downloaded (without `weights`: only what describes it). Of adapters, the folder of their base. It contains at
+    least config.json."""
+    path, base = parts(name)
+    if path in BUILTIN and not base:
+        return Path(__file__).parent / "data" / path
+    folder = hf.model_folder(path, weights)
     if not folder.is_dir():
         named = f"a Hugging Face folder, a name on its hub (ORG/NAME), or a built-in name ({', '.join(BUILTIN)})"
         raise ModelError(f"there is no model folder {folder}: give {named}")
+    if (adapter := read_adapter(folder)) is not None:
+        return _base_folder(path, adapter, base, weights)
+    if base:
+        raise ModelError(f"{path} holds no adapters in PEFT's format ({PEFT_CONFIG}): leave +{base} out")
     if not (folder / "config.json").is_file():
         raise ModelError(f"the model folder {folder} has no config.json; is it a Hugging Face folder?")
     return folder
 
 
+def _base_folder(path: str, adapter: PeftAdapter, base: str, weights: bool) -> Path:
+    named = base or adapter.base
+    if not named:
+        raise ModelError(f"{adapter.folder / PEFT_CONFIG} names no base_model_name_or_path: give it as {path}+BASE")
+    try:
+        folder = model_folder(named, weights)
+    except ModelError as error:
+        raise ModelError(f"the base of the adapters {path}: {error}; another base is given as {path}+BASE") from error
+    if named not in BUILTIN and read_adapter(hf.model_folder(named, weights)) is not None:
+        raise ModelError(f"the base of the adapters {path}, {named}, holds adapters itself: merge those first")
+    return folder
+
+
+def adapter_of(name: str | Path) -> PeftAdapter | None:
+    """The adapters in PEFT's format that `name` is, if it is some."""
+    path = parts(name)[0]
+    return None if path in BUILTIN else read_adapter(hf.model_folder(path))
+
+
 def is_known(name: str) -> bool:
     """Whether there is such a model here, or it can be asked for at the Hugging Face hub."""
-    return name in BUILTIN or Path(name).is_dir() or hf.parse(name) is not None
+    path = parts(name)[0]
+    return path in BUILTIN or Path(path).is_dir() or hf.parse(path) is not None
+
+
+def is_whole(name: str) -> bool:
+    """Whether nothing of it is left to be downloaded."""
+    path, base = parts(name)
+    if not hf.is_whole(path):
+        return False
+    adapter = adapter_of(path)
+    return adapter is None or hf.is_whole(base or adapter.base)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -142,11 +187,17 @@ def check_weights(folder: Path) -> None:
             raise ModelError(f"the weights {file} are damaged or cut short: {error}; {REMEDY}") from error
 
 
-def model_digest(folder: Path, names: Collection[str] | None = None) -> str:
-    """Of the bytes of its weights and of what describes it, with their names; only of these `names` if they are given,
+def model_digest(where: str | Path) -> str:
+    """Of the files of a model, and of its adapters."""
+    digest, adapter = files_digest(model_folder(where)), adapter_of(where)
+    return digest if adapter is None else blake3(f"{digest}\n{files_digest(adapter.folder)}".encode()).hexdigest()
+
+
+def files_digest(folder: Path, names: Collection[str] | None = None) -> str:
+    """Of the bytes of weights and of what describes them, with their names; only of these `names` if they are given,
     since a folder in a cache may have others."""
     whole = blake3(b"shoal/model/v1\n")
-    for path in sorted({*folder.glob("*.safetensors"), *(folder / name for name in DESCRIPTION_FILES)}):
+    for path in sorted({*folder.glob("*.safetensors"), *(folder / name for name in (*DESCRIPTION_FILES, PEFT_CONFIG))}):
         if path.is_file() and (names is None or path.name in names):
             try:
                 content = blake3(max_threads=blake3.AUTO).update_mmap(path)
@@ -230,3 +281,95 @@ def from_numpy(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> 
             flat = np.ascontiguousarray(array).reshape(-1)
             return TensorView(name, known, tuple(array.shape), flat.view(np.uint8).data)
     raise ValueError(f"tensor {name}: numpy type {array.dtype} does not travel as {dtype or 'any known type'}")
+
+
+# -- adapters in PEFT's format: B·A·alpha/rank is added to a layer's weights ----------------------------------------
+
+
+def parts(name: str | Path) -> tuple[str, str]:
+    """`ADAPTERS+BASE` as two; a path that exists, and any other name, has no second."""
+    text = str(name)
+    path, plus, base = text.rpartition("+")
+    return (text, "") if not plus or Path(text).expanduser().exists() else (path, base)
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    folder: Path
+    rank: int
+    alpha: float
+    base: str
+
+    def layers(self) -> tuple[str, ...]:
+        """The layers that have an adapter, by the headers of the file; `ModelError` if it is not whole."""
+        from safetensors import SafetensorError, safe_open
+
+        path, found = self.folder / PEFT_WEIGHTS, dict[str, list[int]]()
+        try:
+            with safe_open(path, framework="np") as opened:
+                found = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"the adapters {path} cannot be read: {error}") from error
+        names = {
+            name.removeprefix(PEFT_PREFIX).removesuffix(end)
+            for name in found
+            for end in (PEFT_DOWN, PEFT_UP)
+            if end in name
+        }
+        wanted = {f"{PEFT_PREFIX}{name}{end}" for name in names for end in (PEFT_DOWN, PEFT_UP)}
+        if odd := sorted(found.keys() ^ wanted):
+            pair = f"{PEFT_DOWN[1:]} and {PEFT_UP[1:]}"
+            raise ModelError(f"the adapters {path} have {odd[0]} where a pair of {pair} belongs: {MERGE_FIRST}")
+        for name in names:
+            down, up = found[f"{PEFT_PREFIX}{name}{PEFT_DOWN}"], found[f"{PEFT_PREFIX}{name}{PEFT_UP}"]
+            if len(down) != 2 or len(up) != 2 or down[0] != self.rank or up[1] != self.rank:
+                raise ModelError(f"the adapters {path} have shapes {down} and {up} at {name}, not of rank {self.rank}")
+        return tuple(sorted(names))
+
+    def require(self, rank: int, alpha: float, targets: Collection[str], kl: float) -> None:
+        """Raise `ModelError` unless such settings train these adapters further."""
+        if kl > 0:
+            why = f"its reference would be the base, and not what the run starts from, the adapters in {self.folder}"
+            raise ModelError(f"trainer.objective.kl: {why}: leave [trainer.lora] out to merge them, or set kl to 0")
+        own = sorted({name.rpartition(".")[2] for name in self.layers()})
+        if (rank, alpha, sorted(targets)) != (self.rank, self.alpha, own):
+            theirs = f"rank = {self.rank}, alpha = {self.alpha:g}, targets = {json.dumps(own)}"
+            remedy = (
+                "set these to train them further, or leave [trainer.lora] out to train the model that has them merged"
+            )
+            raise ModelError(f"trainer.lora differs from the adapters in {self.folder} ({theirs}): {remedy}")
+
+
+def read_adapter(folder: Path) -> PeftAdapter | None:
+    """The adapters in a folder; None if it has none. What they cannot be merged by is refused."""
+    path = folder / PEFT_CONFIG
+    if not path.is_file():
+        return None
+    try:
+        values: dict[str, Any] = json.loads(path.read_bytes())
+        kind, rank, alpha = values["peft_type"], int(values["r"]), float(values["lora_alpha"])
+        base, revision = str(values.get("base_model_name_or_path") or ""), str(values.get("revision") or "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} is no configuration of LoRA adapters: {error!r}") from error
+    odd = [name for name in OTHER_SUMS if values.get(name)]
+    odd += [f"bias = {values['bias']!r}"] if values.get("bias", "none") != "none" else []
+    odd += [f"peft_type = {kind!r}"] if kind != "LORA" else []
+    start = values.get("init_lora_weights")
+    odd += [] if start in PLAIN_STARTS else [f"init_lora_weights = {start!r}"]
+    if odd or not (0 < rank <= 65_536 and alpha > 0):
+        raise ModelError(f"{path} has {odd[0] if odd else f'r = {rank}'}, and only plain LoRA is read: {MERGE_FIRST}")
+    named = hf.parse(base)
+    return PeftAdapter(folder, rank, alpha, f"{base}@{revision}" if named and revision and not named.revision else base)
+
+
+def peft_config(rank: int, alpha: float, targets: Collection[str], base: str) -> bytes:
+    """adapter_config.json. A base of the hub has its commit in a key of its own."""
+    name = hf.parse(base)
+    values: Mapping[str, Any] = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": name.repo if name else base,
+        "revision": (name.revision or None) if name else None, "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0,
+        "target_modules": sorted(targets), "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "init_lora_weights": True, "use_dora": False, "use_rslora": False, "modules_to_save": None,
+        "rank_pattern": {}, "alpha_pattern": {},
+    }  # fmt: skip
+    return json.dumps(values, indent=2).encode() + b"\n"

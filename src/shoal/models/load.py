@@ -29,9 +29,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from shoal.errors import ModelError, ResourceError
 from shoal.models import locked
-from shoal.models.folder import model_folder, read_config, read_files
+from shoal.models.folder import adapter_of, model_folder, read_config, read_files
 from shoal.models.logprobs import Head
-from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_adapters
+from shoal.models.lora import ADAPTER_FILE, AdapterShape, adapter_shape, add_adapters, merge_adapter
 from shoal.models.state import check_fit, policy_state
 from shoal.models.tokenizer import TextTokenizer
 from shoal.protocol import Entry
@@ -81,13 +81,12 @@ class LoadedModel:
         return self.tokenizer.eos_token_ids
 
 
-def load_model(name: str | Path, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
-    """A built-in model by name ("tiny"), or any causal language model from a Hugging Face folder."""
-    folder = model_folder(name)
+def load_model(name: str | Path, dtype: str = "float32", device: str = "cpu", merges: bool = True) -> LoadedModel:
+    """A built-in model by name ("tiny"), or any causal language model from a Hugging Face folder. Adapters in PEFT's
+    format are merged into their base; without `merges` they are left out."""
+    folder, adapter = model_folder(name), adapter_of(name)
     files = read_files(folder)
     tokenizer, config = TextTokenizer(files), read_model_config(files)
-    if (folder / "adapter_config.json").is_file():
-        raise ModelError(f"the model folder {folder} holds adapters (adapter_config.json): merge them first")
     disable_progress_bar()  # it would disturb other output on the terminal
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -104,6 +103,8 @@ def load_model(name: str | Path, dtype: str = "float32", device: str = "cpu") ->
     # In a mapped file it follows from the length of the header, so results could change after a resume.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
+    if adapter is not None and merges:
+        merge_adapter(model, adapter)
     return LoadedModel(_ready(model, device), tokenizer, files)
 
 

@@ -4,7 +4,8 @@
 
 A policy with adapters is published like any other: all its weights by name, and `adapter.json` beside config.json. Only
 A and B ever change, so the base travels once, with the first anchor. Workers and validators compute with the adapters
-in place, as the trainer does: merged weights would be rounded otherwise, and proofs would differ. An export is merged.
+in place, as the trainer does: merged weights would be rounded otherwise, and proofs would differ. An export is merged,
+or in PEFT's format.
 """
 
 import hashlib
@@ -15,11 +16,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal.errors import ModelError
-from shoal.models.folder import refuse_unknown_targets
+from shoal.models.folder import PEFT_DOWN, PEFT_PREFIX, PEFT_UP, PEFT_WEIGHTS, PeftAdapter, refuse_unknown_targets
 
 ADAPTER_FILE = "adapter.json"
 DOWN, UP = "lora_a", "lora_b"
@@ -118,6 +120,53 @@ def merged(tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> tuple[d
         # The base may be in the host's memory, and the adapters on a device.
         plain[f"{name}.weight"] = (weight.double() + update.to(weight.device)).to(weight.dtype)
     return plain, {name: data for name, data in files.items() if name != ADAPTER_FILE}
+
+
+def peft_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters of a policy by the names that PEFT gives them."""
+    ends = {DOWN: PEFT_DOWN, UP: PEFT_UP}
+    split = {name: name.rpartition(".")[::2] for name in tensors}
+    return {f"{PEFT_PREFIX}{layer}{ends[end]}": tensors[name] for name, (layer, end) in split.items() if end in ends}
+
+
+def merge_adapter(model: nn.Module, adapter: PeftAdapter) -> None:
+    for layer, (down, up) in _read_pairs(model, adapter, nn.Linear).items():
+        update = up.double() @ down.double() * (adapter.alpha / adapter.rank)
+        weight = cast(Tensor, model.get_submodule(layer).weight)
+        weight.data = (weight.data.double() + update).to(weight.dtype)
+
+
+def continue_adapter(model: nn.Module, adapter: PeftAdapter) -> None:
+    """Give a model's adapters the values of these, which must be of the same layers."""
+    pairs = _read_pairs(model, adapter, AdaptedLinear)
+    own = {name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+    if missing := sorted(own - pairs.keys()):
+        why = f"have none for {missing[0]}: leave [trainer.lora] out to merge them"
+        raise ModelError(f"the adapters in {adapter.folder} {why}")
+    for layer, (down, up) in pairs.items():
+        module = cast(AdaptedLinear, model.get_submodule(layer))
+        module.lora_a.data.copy_(down)
+        module.lora_b.data.copy_(up)
+
+
+def _read_pairs(model: nn.Module, adapter: PeftAdapter, kind: type[Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B by layer; `ModelError` for one that is not of this model, or whose shape is not the layer's."""
+    layers, modules = adapter.layers(), dict(model.named_modules())
+    head, tensors = cast(Any, model).get_output_embeddings(), load_file(adapter.folder / PEFT_WEIGHTS)
+    found = {
+        name: (tensors[f"{PEFT_PREFIX}{name}{PEFT_DOWN}"], tensors[f"{PEFT_PREFIX}{name}{PEFT_UP}"]) for name in layers
+    }
+    for name, (down, up) in found.items():
+        layer = modules.get(name)
+        if not isinstance(layer, kind) or layer is head:
+            what = "no linear layer" if layer is None or layer is not head else "the output layer"
+            raise ModelError(f"the adapters in {adapter.folder} change {name}, {what} of this base: give ADAPTERS+BASE")
+        if (up.shape[0], down.shape[1]) != (layer.out_features, layer.in_features):
+            own = f"{layer.in_features} to {layer.out_features}"
+            theirs = f"{down.shape[1]} to {up.shape[0]}"
+            why = f"map {theirs} at {name}, and this base {own}: give ADAPTERS+BASE"
+            raise ModelError(f"the adapters in {adapter.folder} {why}")
+    return found
 
 
 def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:

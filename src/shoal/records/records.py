@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from shoal.records.schema import NARROW, RolloutRecord, records_of
@@ -19,14 +18,14 @@ if TYPE_CHECKING:
 
 Order = Literal["newest", "oldest", "worst", "best", "longest", "random", "changed"]
 ORDERS: tuple[Order, ...] = get_args(Order)
-TEXT_S = 2.0  # a search for a text reads the newest rollouts first, and ends after so long
 FILE, ROW = "file", "row"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which rollouts, and in which order. `text` is looked for in prompt and completion. `changed`: those of the tasks
-    whose mean reward differs most between the oldest and the newest version that has them."""
+    """Which rollouts, and in which order. `text` is looked for in prompt and completion, for `seconds` at most.
+    `changed`: those of the tasks whose mean reward differs most between the oldest and the newest version that has
+    them."""
 
     order: Order = "newest"
     outcome: str = ""
@@ -40,6 +39,7 @@ class Wanted:
     limit: int = 5
     after: int = 0
     seed: int = 0
+    seconds: float = 10.0
 
 
 class Records:
@@ -68,8 +68,7 @@ class Records:
                 rows = pa.array(range(table.num_rows), pa.int64())
                 files = pa.array([number] * table.num_rows, pa.int32())
                 found[path] = table.select(NARROW).append_column(FILE, files).append_column(ROW, rows)
-            empty = pa.table({name: pa.array([], kind) for name, kind in _narrow()})
-            self._read, self._joined = found, pa.concat_tables(found.values()) if found else empty
+            self._read, self._joined = found, pa.concat_tables(found.values()) if found else empty()
         return self._joined
 
     def find(self, wanted: Wanted = Wanted()) -> list[RolloutRecord]:
@@ -139,7 +138,7 @@ class Records:
         return table.sort_by(by)
 
     def _containing(self, table: pa.Table, wanted: Wanted) -> Iterator[RolloutRecord]:
-        ends_s, left, skipped = time.monotonic() + TEXT_S, wanted.limit, wanted.after
+        ends_s, left, skipped = time.monotonic() + wanted.seconds, wanted.limit, wanted.after
         for file, row in _places(table):
             if left == 0 or time.monotonic() > ends_s:
                 return
@@ -159,26 +158,29 @@ class Records:
 def changed_tasks(table: pa.Table) -> dict[str, int]:
     """The rank of each task that several versions answered, by how much its mean reward differs between the first and
     the last of them."""
-    sums: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    columns = (table[name].to_pylist() for name in ("task", "version", "reward"))
-    for task, version, reward in zip(*columns, strict=True):
-        if reward is not None:
-            sums[task][version].append(reward)
-    changes = {
-        task: abs(fmean(versions[max(versions)]) - fmean(versions[min(versions)]))
-        for task, versions in sums.items()
-        if len(versions) > 1
-    }
+    rewards: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in means(table, "reward", "task", "version"):
+        rewards[row["task"]][row["version"]] = row["reward_mean"]
+    changes = {task: abs(by[max(by)] - by[min(by)]) for task, by in rewards.items() if len(by) > 1}
     return {task: place for place, task in enumerate(sorted(changes, key=lambda task: (-changes[task], task)))}
+
+
+def means(table: pa.Table, value: str, *by: str) -> list[dict[str, Any]]:
+    """Of each group of rows that are equal in `by`: the mean of a column, and how many rows have it."""
+    import pyarrow.compute as pc
+
+    there = table.filter(pc.is_valid(table[value]))
+    return list(there.group_by(list(by)).aggregate([(value, "mean"), (value, "count")]).to_pylist())
 
 
 def _places(table: pa.Table) -> Sequence[tuple[int, int]]:
     return list(zip(table[FILE].to_pylist(), table[ROW].to_pylist(), strict=True))
 
 
-def _narrow() -> list[tuple[str, Any]]:
+def empty() -> pa.Table:
     import pyarrow as pa
 
     from shoal.records.schema import schema
 
-    return [*((name, schema().field(name).type) for name in NARROW), (FILE, pa.int32()), (ROW, pa.int64())]
+    kinds = [*((name, schema().field(name).type) for name in NARROW), (FILE, pa.int32()), (ROW, pa.int64())]
+    return pa.table({name: pa.array([], kind) for name, kind in kinds})

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import ResourceError
 from shoal.records.schema import BULK, FORMAT, schema
 from shoal.runtime.crash import point
-from shoal.runtime.files import ensure_folder, resource_error, write_atomically
+from shoal.runtime.files import FolderLock, ensure_folder, resource_error, write_atomically
+from shoal.runtime.stop import StopToken
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,16 +38,25 @@ class Segments:
     def __init__(self, folder: Path, budget_bytes: int = 0) -> None:
         self.folder, self.budget_bytes = folder, budget_bytes
         self.next_group, self.cursor, self.rate = 0, (0, ""), 1.0
+        self._lock = FolderLock(folder)
 
     def open(self) -> None:
-        """For writing: continue behind the newest file."""
+        """For writing: continue behind the newest file. `ResourceError` while another hub of this folder writes."""
         ensure_folder(self.folder)
-        for left in self.folder.glob(".groups-*"):
-            left.unlink(missing_ok=True)
-        if paths := self.paths():
-            said = self._said(paths[-1])
-            self.next_group = _range(paths[-1])[1] + 1
-            self.cursor, self.rate = (int(said["decided_at_ms"]), str(said["submission"])), float(said["rate"])
+        self._lock.acquire(StopToken())
+        try:
+            for left in self.folder.glob(".groups-*"):
+                left.unlink(missing_ok=True)
+            if paths := self.paths():
+                said = self._said(paths[-1])
+                self.next_group = _range(paths[-1])[1] + 1
+                self.cursor, self.rate = (int(said["decided_at_ms"]), str(said["submission"])), float(said["rate"])
+        except Exception:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._lock.release()
 
     def paths(self) -> list[Path]:
         """In the order of their groups, without leftovers of a merge."""

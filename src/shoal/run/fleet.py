@@ -15,7 +15,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ from shoal.worker.earnings import Standing
 if TYPE_CHECKING:
     from shoal.run.join import JoinRequest
 
+Show = Callable[[Sequence[tuple[str, str]]], None]
+"""Draws rows of a label and a text, in place of the rows before."""
 log = logging.getLogger(__name__)
 GPU_NAMES = "CUDA_VISIBLE_DEVICES"
 COUNT = "import torch; print(torch.cuda.device_count())"
@@ -37,7 +40,7 @@ COUNT_S = 120.0
 FINAL_CODES = (2, 3, 4, 5, 6)  # see errors.py: the worker has waited, or the same would happen again
 POLICY = RestartPolicy(grace_s=60.0)  # a group that is being generated is finished first
 LOCK_WAIT_S = 15.0  # workers whose supervisor was killed need a moment to end
-STATUS_EVERY_S = 30.0
+STATUS_EVERY_S = RATE_S = 30.0
 LONGEST_NAME = 64
 
 
@@ -113,8 +116,9 @@ def refuse_one_vouch(places: Sequence[WorkerPlace], request: JoinRequest) -> Non
 
 
 def run_fleet(
-    request: JoinRequest, urls: Sequence[str], stop: StopToken, folder: Path, root: str, places: Sequence[WorkerPlace]
-) -> int:
+    request: JoinRequest, urls: Sequence[str], stop: StopToken, folder: Path, root: str, places: Sequence[WorkerPlace],
+    status: FleetStatus,
+) -> int:  # fmt: skip
     """The exit code when all workers have ended: 0 if each ended well, else that of the first which did not."""
     stop_on_signals(supervising=True, token=stop)
     with FolderLock(folder).acquire(stop, LOCK_WAIT_S):
@@ -126,10 +130,9 @@ def run_fleet(
         for place in places:
             ensure_folder(folder / place.name)
             FolderLock(folder / place.name).acquire(stop, LOCK_WAIT_S).release()
-            Standing.forget(folder / place.name)
         specs = [_spec(inside, folder, place, len(places)) for place in places]
         log.info("%s: %s", count_of(len(specs), "worker"), ", ".join(str(spec.log) for spec in specs))
-        supervisor, status = Supervisor(specs, stop, folder / "processes.json", POLICY), FleetStatus(folder, places)
+        supervisor = Supervisor(specs, stop, folder / "processes.json", POLICY)
 
         def look() -> Ending | None:
             processes = supervisor.processes()
@@ -162,37 +165,63 @@ def ending_of(processes: Sequence[ProcessView]) -> Ending | None:
 
 
 class FleetStatus:
-    """A line every `STATUS_EVERY_S` with the work of all workers since the start. A restarted worker counts its tokens
-    from 0; its credit continues."""
+    """The work of all workers since the start: a line every `STATUS_EVERY_S`, or rows that `show` draws. A restarted
+    worker counts its tokens from 0; its credit continues."""
 
-    def __init__(self, folder: Path, places: Sequence[WorkerPlace], clock: Clock = SystemClock()) -> None:
+    def __init__(
+        self, folder: Path, places: Sequence[WorkerPlace], clock: Clock = SystemClock(), show: Show | None = None
+    ) -> None:
+        self.folder, self._show = folder, show
         self._folders, self._clock = {place.name: folder / place.name for place in places}, clock
         self._tokens: dict[str, int] = {}  # by the start of a worker
         self._first, self._last = dict[str, Standing](), dict[str, Standing]()
-        self._said_s, self._said_tokens = clock.monotonic_s(), 0
+        self._said_s, self._processes = clock.monotonic_s(), tuple[ProcessView, ...]()
+        self._past = deque([(self._said_s, 0)])  # how many tokens there were, over `RATE_S`
 
     def look(self, processes: Sequence[ProcessView]) -> None:
-        if self._clock.monotonic_s() - self._said_s >= STATUS_EVERY_S:
+        self._processes = tuple(processes)
+        if self._show is None and self._clock.monotonic_s() - self._said_s >= STATUS_EVERY_S:
+            self._said_s = self._clock.monotonic_s()
             log.info("%s", self.line(processes))
+
+    def draw(self) -> None:
+        """For one thread."""
+        if self._show is None:
+            return
+        totals, last = self._totals(with_rate=True), self._last
+        others = {each.name: f"{each.state}, {each.why}" for each in self._processes if each.state != "running"}
+        doing = {name: last[name].doing or "ready" if name in last else "starting" for name in self._folders}
+        rows = [("worker" if name == "." else name, others.get(name, text)) for name, text in doing.items()]
+        reasons = [each.reason for each in last.values() if each.reason]
+        self._show([*rows, ("so far", totals), *(("last", reason) for reason in reasons[-1:])])
 
     def line(self, processes: Sequence[ProcessView]) -> str:
         """`2 of 3 workers run: 12,345 tokens (411/s), 5 groups accepted, credit +900 (80 pending); gpu-1: …`."""
-        self._read()
-        now_s, tokens = self._clock.monotonic_s(), sum(self._tokens.values())
-        spans = [(self._first[name], last) for name, last in self._last.items()]
-        accepted = sum(last.accepted - first.accepted_before for first, last in spans)
-        credit = sum(last.credit - first.credit_before for first, last in spans)
-        rate = (tokens - self._said_tokens) / max(now_s - self._said_s, 0.001)
-        self._said_s, self._said_tokens = now_s, tokens
-        pending = sum(each.pending for each in self._last.values())
-        text = f"{tokens:,} tokens ({rate:,.0f}/s), " if processes else f"{tokens:,} tokens, "
-        text += f"{count_of(accepted, 'group')} accepted, credit +{credit:,}"
-        text += f" ({pending:,} pending)" if pending else ""
+        text = self._totals(with_rate=bool(processes))
         if not processes:
             return text
         running = sum(each.state == "running" for each in processes)
         others = [f"; {each.name}: {each.state}, {each.why}" for each in processes if each.state != "running"]
         return f"{running} of {count_of(len(processes), 'worker')} run: {text}" + "".join(others)
+
+    def _totals(self, with_rate: bool) -> str:
+        self._read()
+        now_s, tokens = self._clock.monotonic_s(), sum(self._tokens.values())
+        self._past.append((now_s, tokens))
+        while len(self._past) > 2 and self._past[1][0] <= now_s - RATE_S:
+            self._past.popleft()
+        began_s, before = self._past[0]
+        rate = f" ({(tokens - before) / max(now_s - began_s, 0.001):,.0f}/s)" if with_rate else ""
+        spans = [(self._first[name], last) for name, last in self._last.items()]
+        accepted = sum(last.accepted - first.accepted_before for first, last in spans)
+        credit = sum(last.credit - first.credit_before for first, last in spans)
+        pending, rejected, unsure = (
+            sum(getattr(each, name) for each in self._last.values()) for name in ("pending", "rejected", "unsure")
+        )
+        text = f"{tokens:,} tokens{rate}, {count_of(accepted, 'group')} accepted, "
+        text += f"{rejected:,} rejected, " if rejected else ""
+        text += f"{unsure:,} unsure, " if unsure else ""
+        return f"{text}credit +{credit:,}" + (f" ({pending:,} pending)" if pending else "")
 
     def _read(self) -> None:
         for name, folder in self._folders.items():

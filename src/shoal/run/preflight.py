@@ -21,7 +21,7 @@ from shoal.errors import ConfigError, EnvironmentSetupError, ModelError, Scoring
 from shoal.hub.http.limits import Addresses
 from shoal.hub.storage import check_places
 from shoal.models import TextTokenizer, model_folder, read_config, read_files
-from shoal.models.folder import check_targets, check_weights, is_known
+from shoal.models.folder import adapter_of, check_targets, check_weights, is_known, is_whole
 from shoal.rewards.chat import check_address
 from shoal.run.doctor import GPU_FILES
 from shoal.run.estimate import announced_size, run_size
@@ -100,10 +100,14 @@ def _check_model(recipe: Recipe, downloads: bool) -> dict[str, bytes]:
     folder = model_folder(recipe.model.path, weights=downloads)
     files = read_files(folder)
     tokenizer, embedded = TextTokenizer(files), read_config(files).get("vocab_size")
-    if hf.is_whole(recipe.model.path):
+    if is_whole(recipe.model.path):
         check_weights(folder)
         if recipe.trainer.lora is not None:
             check_targets(folder, recipe.trainer.lora.targets)
+        if (adapter := adapter_of(recipe.model.path)) is not None:
+            adapter.layers()
+            if (lora := recipe.trainer.lora) is not None:
+                adapter.require(lora.rank, lora.alpha, lora.targets, recipe.trainer.objective.kl)
     if not isinstance(embedded, int):
         return files
     if tokenizer.vocabulary_size > embedded:
@@ -199,7 +203,7 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
 
 
 def advice(recipe: Recipe, environment: Environment, solo: bool = False) -> Iterator[str]:
-    if not hf.is_whole(recipe.model.path):
+    if not is_whole(recipe.model.path):
         yield f"the weights of {recipe.model.path} are not downloaded yet, and were not checked; a run downloads them"
     if not is_known(recipe.model.path):
         unchecked = "weights, tokenizer, chat template, and whether prompts fit the model's context"

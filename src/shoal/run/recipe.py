@@ -112,6 +112,8 @@ def make_project(path: Path) -> list[Path]:
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Paths in a recipe are relative to its folder, those in overrides to the working directory. What a recipe of
     shoal's names and does not bring along, such as a model, is looked for there, too."""
+    from shoal.models.folder import parts
+
     path = shipped_recipe(path) or path
     recipe = load_config(path, Recipe, overrides)
     given, overridden = recipe.model_dump(exclude_unset=True), {each.partition("=")[0].strip() for each in overrides}
@@ -124,8 +126,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         return Path.cwd() / file if is_here else beside
 
     for name, holder, key in _places(given):
-        if not _is_hub_name(key, holder[key]) or (folder / holder[key]).exists():
-            holder[key] = str(place_of(name, holder[key]))
+        value = str(holder[key])
+        several = (value, "") if name != "model.path" or (folder / value).exists() else parts(value)
+        placed = (each if _is_hub_name(key, each) and not (folder / each).exists() else str(place_of(name, each))
+                  for each in several if each)  # fmt: skip
+        holder[key] = "+".join(placed)
     for setting, kind, holder, key in _own_code(given):
         file, _, name = str(holder[key]).rpartition(":")
         if extensions.file_of(holder[key]) is not None:
@@ -140,34 +145,51 @@ def pinned(recipe: Recipe, before: Recipe | None = None, weights: bool = True) -
     """The recipe with every name of the Hugging Face hub at its commit, downloaded (the model without `weights` only as
     far as it describes itself). Names that `before`, the run's recipe, has pinned stay at its commits."""
     from shoal.environments.data.locating import hub_data
-    from shoal.models.folder import model_digest
 
-    given = recipe.model_dump(exclude_unset=True)
-    kept = (
-        {}
-        if before is None
-        else {setting: hf.parse(holder[key]) for setting, holder, key in _places(before.model_dump())}
-    )
+    given, stored = recipe.model_dump(exclude_unset=True), before.model_dump() if before else {}
+    kept = {setting: str(holder[key]) for setting, holder, key in _places(stored)}
     for setting, holder, key in _places(given):
-        name = hf.parse(holder[key]) if _is_hub_name(key, holder[key]) else None
-        if name is None:
-            continue
-        was = kept.get(setting)
-        if was is not None and (was.repo, was.part) == (name.repo, name.part) and name.revision in ("", was.revision):
-            name = was
-        if key != "path":
+        value, was = str(holder[key]), kept.get(setting, "")
+        if setting == "model.path":
+            holder[key] = _pinned_model(value, was, weights)
+        elif _is_hub_name(key, value) and (name := _same_name(value, was)):
             split = holder.get("options", {}).get("split", "") if key == "data" else ""
-            holder[key] = str(hub_data(name, str(split)).name)
-            continue
-        if name.part:
-            raise ConfigError(f"{setting}: {name}: only data sets have parts (:{name.part}); leave it out")
-        found = hf.model(name, weights or setting != "model.path")
-        digest = model_digest(found.folder, found.files) if weights and setting == "model.path" else name.digest
-        if name.digest and digest != name.digest:
-            why = f"the files of {found.name.repo} in {found.folder} are not those that the run began with"
-            raise ConfigError(f"{setting}: {why}: remove that folder, and they are downloaded again")
-        holder[key] = str(replace(found.name, digest=digest))
+            found = hf.model(name) if key == "path" else hub_data(name, str(split))
+            holder[key] = str(found.name)
     return Recipe.model_validate(given)
+
+
+def _pinned_model(value: str, was: str, weights: bool) -> str:
+    """A model, or adapters with their base: each with its commit and the digest of its files."""
+    from shoal.models.folder import BUILTIN, files_digest, parts, read_adapter
+
+    def one(value: str, was: str) -> str:
+        if (name := _same_name(value, was)) is None:
+            return value
+        if name.part:
+            raise ConfigError(f"model.path: {name}: only data sets have parts (:{name.part}); leave it out")
+        found = hf.model(name, weights)
+        digest = files_digest(found.folder, found.files) if weights else name.digest
+        if name.digest and digest != name.digest:
+            why = f"the files of {name.repo} in {found.folder} are not those that the run began with"
+            raise ConfigError(f"model.path: {why}: remove that folder, and they are downloaded again")
+        return str(replace(found.name, digest=digest))
+
+    (path, base), (path_was, base_was) = parts(value), parts(was)
+    path = one(path, path_was)
+    adapter = read_adapter(hf.model_folder(path, weights))
+    base = one(base or (adapter.base if adapter else ""), base_was)
+    if base and base not in BUILTIN and hf.parse(base) is None:
+        base = str(Path(base).expanduser().absolute())
+    return f"{path}+{base}" if base else path
+
+
+def _same_name(value: str, was: str) -> hf.HubName | None:
+    """The name of the hub in `value`, if it has one; at the commit that `was` pins, unless it asks for another."""
+    name, old = hf.parse(value), hf.parse(was)
+    if name and old and (name.repo, name.part) == (old.repo, old.part) and name.revision in ("", old.revision):
+        return old
+    return name
 
 
 def _is_hub_name(key: Any, value: str | Path) -> bool:
@@ -218,10 +240,13 @@ def _own_code(given: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def missing_inputs(recipe: Recipe) -> list[str]:
+    from shoal.models.folder import BUILTIN, parts
+
     given = recipe.model_dump()
     paths = [Path(holder[key]) for _, holder, key in _places(given)]
     paths += filter(None, (extensions.file_of(holder[key]) for _, _, holder, key in _own_code(given)))
-    return [str(path) for path in paths if not path.exists() and hf.parse(path) is None]
+    each = (Path(part) for path in paths for part in parts(path) if part not in ("", *BUILTIN))
+    return [str(path) for path in each if not path.exists() and hf.parse(path) is None]
 
 
 def refuse_other_recipe(path: Path, stored: Recipe, given: Recipe) -> None:

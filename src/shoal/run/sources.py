@@ -11,7 +11,8 @@ from shoal.environments import ENVIRONMENTS, Environment, EnvironmentSettings, b
 from shoal.environments.data.locating import kind_of
 from shoal.environments.formats import FORMATS
 from shoal.errors import ConfigError, EnvironmentSetupError, ShoalError
-from shoal.models import BUILTIN
+from shoal.models import BUILTIN, model_folder
+from shoal.models.folder import parts
 from shoal.protocol import PolicyManifest
 from shoal.rewards import ScoringPatience, ScoringPool
 from shoal.run.folder import RunFolder
@@ -36,7 +37,9 @@ node generated them. Each was verified before it was trained on.
 """
 
 
-def export_run(directory: Path, out: Path, best: bool = False, version: int | None = None) -> Path:
+def export_run(
+    directory: Path, out: Path, best: bool = False, version: int | None = None, adapter: bool = False
+) -> Path:
     """Refuses what it can before it loads torch, which takes a while."""
     if best and version is not None:
         raise ConfigError("--best and --version name two checkpoints; give one of them")
@@ -51,15 +54,18 @@ def export_run(directory: Path, out: Path, best: bool = False, version: int | No
     from shoal.trainer.folder import TrainerProgress
 
     recipe = folder.recipe
+    path, base = parts(recipe.model.path)
+    adapters_of = base or (path if hf.parse(path) else str(model_folder(path).absolute())) if adapter else ""
     progress = TrainerProgress(folder.run_id, 0, 0)  # the checkpoint says which version it is
-    card = ModelCard(progress, base_model=hub_name(recipe.model.path), environment=recipe.environment.name)
+    card = ModelCard(progress, base_model=hub_name(adapters_of or path), environment=recipe.environment.name)
 
     def manifest_of(progress: TrainerProgress) -> PolicyManifest | None:
         data = Tree(folder.path / "origin").read(manifest_key((progress.incarnation, progress.version)))
         return None if data is None else read_manifest(data, folder.run_id, folder.key("trainer").public_key)
 
     which: Which = "best" if best else "newest" if version is None else version
-    return export_checkpoint(folder.path / "trainer", out, card, recipe.trainer.publish_dtype, manifest_of, which)
+    return export_checkpoint(folder.path / "trainer", out, card, recipe.trainer.publish_dtype, manifest_of, which,
+                             adapters_of)  # fmt: skip
 
 
 def push_export(directory: Path, out: Path, name: hf.HubName, private: bool, rollouts: bool) -> Iterator[str]:
@@ -101,7 +107,7 @@ def model_source(text: str) -> Iterator[ModelSource]:
         yield ModelSource(name.repo.partition("/")[2], found.folder)
         return
     if text in BUILTIN or not (path / "recipe.toml").is_file():
-        yield ModelSource(Path(text).name if text not in BUILTIN else text, text)
+        yield ModelSource(Path(parts(text)[0]).name, text)
         return
     run = RunFolder.open(path.absolute())
     if _is_newest(run.path):

@@ -14,6 +14,7 @@ import os
 import re
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -199,7 +200,7 @@ class OtherLoad:
     """Whether others use the processor. To be asked often; it measures every `LOOK_S`."""
 
     def __init__(self, clock: Clock = SystemClock(), busy_s: Callable[[], float] = others_busy_s) -> None:
-        self._clock, self._read = clock, busy_s
+        self._clock, self._read, self._lock = clock, busy_s, threading.Lock()
         self._cores, self._at_s = os.cpu_count() or 1, clock.monotonic_s()
         self._share, self._quiet_at_s = 0.0, self._at_s + LOOK_S
         try:
@@ -210,13 +211,14 @@ class OtherLoad:
             ) from error
 
     def why_not(self) -> str:
-        now_s = self._clock.monotonic_s()
-        if now_s - self._at_s >= LOOK_S:
-            used_s = self._read()
-            self._share = (used_s - self._before_s) / (now_s - self._at_s) / self._cores
-            self._before_s, self._at_s = used_s, now_s
-            if self._share > BUSY_SHARE:
-                self._quiet_at_s = now_s + QUIET_S
+        with self._lock:
+            now_s = self._clock.monotonic_s()
+            if now_s - self._at_s >= LOOK_S:
+                used_s = self._read()
+                self._share = (used_s - self._before_s) / (now_s - self._at_s) / self._cores
+                self._before_s, self._at_s = used_s, now_s
+                if self._share > BUSY_SHARE:
+                    self._quiet_at_s = now_s + QUIET_S
         if now_s >= self._quiet_at_s:
             return ""
         return f"paused until this machine is idle (others use {max(0.0, self._share):.0%} of its processors)"
@@ -233,7 +235,7 @@ def give_way() -> None:
 
 
 class Allowance:
-    """`why_not` says in words why the worker may not work now; empty if it may. For one thread."""
+    """`why_not` says in words why the worker may not work now; empty if it may."""
 
     def __init__(
         self, folder: Path | None = None, hours: Hours = ALL_DAY, load: OtherLoad | None = None,

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.errors import CheckpointError
-from shoal.models.folder import model_folder
+from shoal.models.folder import PEFT_WEIGHTS, adapter_of, model_folder
 from shoal.models.load import DTYPES
 from shoal.protocol import canonical_json
 from shoal.runtime import ensure_folder, point, resource_error, sync_folder, write_atomically
@@ -395,7 +395,8 @@ class Copies:
 
 def weights_digest(model: str | Path) -> str:
     """A digest of all weight files of a model folder with their names; copies of the folder have the same digest."""
-    paths = sorted(model_folder(model).glob("*.safetensors"))
+    paths, adapter = sorted(model_folder(model).glob("*.safetensors")), adapter_of(model)
+    paths += [] if adapter is None else [adapter.folder / PEFT_WEIGHTS]
     return blake3("".join(f"{path.name} {_file_hash(path)}\n" for path in paths).encode()).hexdigest()
 
 

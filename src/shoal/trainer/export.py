@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.models.folder import read_config
+from shoal.models.folder import PEFT_CONFIG, PEFT_WEIGHTS, peft_config, read_config
 from shoal.models.load import DTYPES
-from shoal.models.lora import merged
+from shoal.models.lora import adapter_shape, merged, peft_tensors
 from shoal.protocol import LedgerHead, PolicyManifest
 from shoal.runtime import hf
 from shoal.runtime.files import ensure_folder, resource_error, sync_folder, write_atomically
@@ -38,8 +38,17 @@ KINDS = {
     "rollouts": "Trained by reinforcement learning with shoal on rollouts that were each verified before training.",
     "demonstrations": "Trained with shoal to imitate demonstrations.",
 }
+USE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+"""
+USE_ADAPTER = """from peft import AutoPeftModelForCausalLM  # the tokenizer is the base's
+
+model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")
+"""
 README = """---
-library_name: transformers
+library_name: {library}
 pipeline_tag: text-generation
 tags: [shoal]
 {base}---
@@ -50,11 +59,7 @@ tags: [shoal]
 
 {facts}
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-```
+{use}```
 
 ## Last measured
 
@@ -81,6 +86,7 @@ class ModelCard:
     chosen: str = ""
     trained_on: Literal["rollouts", "demonstrations"] = "rollouts"
     files: Sequence[str] = ()
+    is_adapter: bool = False
 
     def as_json(self) -> bytes:
         head = self.ledger_head
@@ -101,6 +107,8 @@ class ModelCard:
             facts["ledger head (index / hash)"] = f"{head.index} / `{head.hash}`" if head else "not recorded"
         return README.format(
             base=f"base_model: {named}\n" if on_the_hub else "",
+            library="peft" if self.is_adapter else "transformers",
+            use=USE_ADAPTER if self.is_adapter else USE,
             title=f"{progress.run}, version {progress.version}",
             kind=KINDS[self.trained_on] if progress.version else "The model that the run began with: not trained yet.",
             facts=_table("fact", facts),
@@ -126,33 +134,41 @@ def hub_name(path: str | Path) -> str:
 
 def export_policy(
     destination: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes], card: ModelCard,
-    dtype: str = "float32",
+    dtype: str = "float32", adapters_of: str = "",
 ) -> Path:  # fmt: skip
-    """An older export is replaced; another folder is refused. Adapters are merged into the weights."""
+    """An older export is replaced; another folder is refused. Adapters are merged into the weights, or alone if
+    `adapters_of` names their base: in PEFT's format, and in float32, for they are small."""
     refuse_foreign(destination)
     destination = destination.resolve()
-    tensors, files = merged(tensors, files)
+    if not adapters_of:
+        tensors, files = merged(tensors, files)
+        # With the type of the exported weights, so that a loader does not cast them.
+        config = {key: value for key, value in read_config(files).items() if key != "torch_dtype"} | {"dtype": dtype}
+        files, large = {**files, "config.json": json.dumps(config, indent=2).encode() + b"\n"}, MODEL
+    elif (shape := adapter_shape(files)) is None:
+        raise ConfigError("--adapter: this run trains all weights and has no adapters: leave it out")
+    else:
+        tensors, dtype, large = peft_tensors(tensors), "float32", PEFT_WEIGHTS
+        files = {PEFT_CONFIG: peft_config(shape.rank, shape.alpha, shape.targets, adapters_of)}
     there = destination.is_dir()
     ensure_folder(destination if there else destination.parent)
     hidden = destination / HIDDEN if there else destination.parent / f".{destination.name}{HIDDEN}"
     shutil.rmtree(hidden, ignore_errors=True)
-    card = replace(card, files=sorted({*files, "config.json", MODEL, "README.md", MARK}))
+    card = replace(card, files=sorted({*files, large, "README.md", MARK}), is_adapter=bool(adapters_of))
     try:
         hidden.mkdir()
         weights = {name: cast(tensor, DTYPES[dtype]) for name, tensor in tensors.items()}
-        save_tensors(hidden / MODEL, weights)
-        (hidden / MODEL).chmod(0o644)  # the library makes it private
-        # With the type of the exported weights, so that a loader does not cast them.
-        config = {key: value for key, value in read_config(files).items() if key != "torch_dtype"} | {"dtype": dtype}
-        for name, data in {**files, "config.json": json.dumps(config, indent=2).encode() + b"\n"}.items():
+        save_tensors(hidden / large, weights)
+        (hidden / large).chmod(0o644)  # the library makes it private
+        for name, data in files.items():
             write_atomically(hidden / name, data)
         write_card(hidden, card, dtype)
         sync_folder(hidden)
         if there:  # one after the other; the mark is always there, weights never beside another's configuration
-            for name in (MODEL, *sorted(set(written_files(destination)) - {*card.files})):
+            for name in (MODEL, PEFT_WEIGHTS, *sorted(set(written_files(destination)) - {*card.files})):
                 (destination / name).unlink(missing_ok=True)
             sync_folder(destination)
-            for name in sorted(card.files, key=lambda name: (name == MODEL, name == MARK)):
+            for name in sorted(card.files, key=lambda name: (name == large, name == MARK)):
                 (hidden / name).replace(destination / name)
             sync_folder(destination)
         else:
@@ -174,6 +190,7 @@ def write_card(destination: Path, card: ModelCard, dtype: str = "float32") -> No
 def export_checkpoint(
     trainer_folder: Path, destination: Path, card: ModelCard | None = None, dtype: str = "float32",
     manifest_of: Callable[[TrainerProgress], PolicyManifest | None] = lambda _progress: None, which: Which = "newest",
+    adapters_of: str = "",
 ) -> Path:  # fmt: skip
     """Export a checkpoint of a trainer's folder at any time, without hub, model folder or trainer. The card is
     completed from the folder and from the manifest of the version."""
@@ -186,7 +203,7 @@ def export_checkpoint(
     card = replace(card, metrics=latest_metrics(rows, version), chosen=chosen + beside_the_best(version, scores))
     if manifest is not None:
         card = replace(card, digest=manifest.policy.digest, ledger_head=manifest.ledger_head)
-    return export_policy(destination, tensors, stored.files, card, dtype)
+    return export_policy(destination, tensors, stored.files, card, dtype, adapters_of)
 
 
 def _choose(store: CheckpointStore, which: Which, scores: Mapping[int, float]) -> tuple[StoredCheckpoint, str]:

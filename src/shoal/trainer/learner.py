@@ -25,8 +25,9 @@ from shoal.algorithms.losses import Loss, LossParameters
 from shoal.algorithms.packing import Cost
 from shoal.algorithms.registry import advantage_named, loss_named
 from shoal.errors import CheckpointError, ConfigError
+from shoal.models.folder import adapter_of
 from shoal.models.load import DTYPES, LoadedModel, adapted, load_model
-from shoal.models.lora import AdapterShape
+from shoal.models.lora import AdapterShape, continue_adapter
 from shoal.models.packed import attends_by_flash, compile_layers, decoder_layers, supports_packing
 from shoal.models.state import check_fit, policy_state
 from shoal.trainer.ranks import Ranks
@@ -201,10 +202,15 @@ def learning_rate(settings: TrainerSettings, step: int, minibatch: int = 0) -> f
 
 
 def starting_model(name: str, settings: TrainerSettings, device: str | None = None) -> LoadedModel:
-    loaded = load_model(name, device=device or choose_device(settings.device))
+    """Adapters in PEFT's format are trained further if such are trained, else they are merged."""
+    loaded = load_model(name, device=device or choose_device(settings.device), merges=settings.lora is None)
     if settings.lora is None:
         return loaded
-    return adapted(loaded, AdapterShape(settings.lora.rank, settings.lora.alpha, settings.lora.targets))
+    made = adapted(loaded, AdapterShape(settings.lora.rank, settings.lora.alpha, settings.lora.targets))
+    if (adapter := adapter_of(name)) is not None:
+        adapter.require(settings.lora.rank, settings.lora.alpha, settings.lora.targets, settings.objective.kl)
+        continue_adapter(made.model, adapter)
+    return made
 
 
 def choose_device(wanted: str) -> str:

@@ -35,6 +35,10 @@ class Standing:
     credit: int
     credit_before: int
     pending: int
+    rejected: int = 0  # of this start
+    unsure: int = 0
+    doing: str = ""
+    reason: str = ""  # why something was not accepted, the newest
 
     def leave(self, folder: Path) -> None:
         try:
@@ -61,21 +65,25 @@ class Earnings:
         self._client, self._folder, self._start = client.patient(ASK_PATIENCE_S), folder, uuid.uuid4().hex
         self._first: NodeView | None = None
         self._last: NodeView | None = None
+        self._reason = ""
         self.shut_out: ShutOut | None = None
 
-    def hear(self, reply: HeartbeatReply, tokens: int = 0) -> None:
+    def hear(self, reply: HeartbeatReply, tokens: int = 0, doing: str = "") -> None:
         """`tokens` were generated since this start."""
         now, before = reply.node, self._last or reply.node
         is_first, first, self._last = self._first is None, self._first or now, now
         self._first = first
+        self.shut_out = shut_out(now)
+        if now.unsure > before.unsure:
+            self._reason = f"{count_of(now.unsure - before.unsure, 'group')} could not be judged; that costs nothing"
+            log.info("%s", self._reason)
+        if now.rejected > before.rejected:
+            self._reason = f"{count_of(now.rejected - before.rejected, 'group')} rejected: {self._why(now)}"
+            log.warning("%s", self._reason)
         if self._folder is not None:
             totals = (now.accepted, first.accepted, now.credit, first.credit, now.pending)
-            Standing(self._start, tokens, *totals).leave(self._folder)
-        self.shut_out = shut_out(now)
-        if now.rejected > before.rejected:
-            log.warning("%s rejected: %s", count_of(now.rejected - before.rejected, "group"), self._why(now))
-        if now.unsure > before.unsure:
-            log.info("%s could not be judged; that costs nothing", count_of(now.unsure - before.unsure, "group"))
+            refused = (now.rejected - first.rejected, now.unsure - first.unsure)
+            Standing(self._start, tokens, *totals, *refused, doing, self._reason).leave(self._folder)
         if now.accepted > before.accepted:
             log.info("%s", _gain(before, now))
         was, state = before.state, now.state  # a suspension is logged once, and again if its end changes

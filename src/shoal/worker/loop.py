@@ -247,7 +247,9 @@ class Worker:
 
     def _hear(self, reply: HeartbeatReply) -> None:
         """Runs in the heartbeat's thread."""
-        self._earnings.hear(reply, int(self.activity.heartbeat().counters.get("tokens", 0)))
+        now = self.activity.heartbeat()
+        doing = now.doing or (f"waits for {now.waiting_for}" if now.waiting_for else "")
+        self._earnings.hear(reply, int(now.counters.get("tokens", 0)), doing)
         self._hear_of_policy(reply)
         published, newest = self._published, self._newest
         if published is not None and (newest is None or newest.place < published.place) and self._questions > 0:
@@ -263,7 +265,7 @@ class Worker:
         if at_work is not None and self._is_too_old(at_work, policy):
             self._published, self._questions = policy, QUESTIONS
             self._heartbeat.soon()
-        while self.activity.paused and not self._stop.wait(PAUSE_S):
+        while self._why_not() and not self._stop.wait(PAUSE_S):
             pass  # the version is fetched when the worker resumes
 
     def _hear_of_policy(self, reply: HeartbeatReply | LeaseReply) -> None:

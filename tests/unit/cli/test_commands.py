@@ -67,8 +67,8 @@ OPTIONS = """
     against all allow-leaks assume batch batch-rows bench best calibrate chat cheat check count data device devices
     dry-run dtype engine env epochs every folder for force form from gpu gpu-hour-price head host hours idle index json
     keep-versions key keys limit max-bandwidth max-disk max-memory max-new-tokens max-tokens memory min-reward model
-    name node once order origin out outcome owner parameters pass-rate patience peer port prepare private profile
-    push rank reason recheck require rescore rollouts samples sandbox seed selftest serve set split
+    name node once order origin out outcome owner parameters pass-rate patience peer port prepare private pause profile
+    push rank reason recheck require rescore resume rollouts samples sandbox seed selftest serve set split
     staleness step steps stop task tasks temperature text trained-on trusted unit upstream validation verify
     version vouch wait without-evidence witness workers
 """
@@ -76,8 +76,8 @@ OPTIONS = """
 
 def test_commands_are_these_and_one_thing_has_one_word_in_all() -> None:
     expected = (
-        "admin backup cast compare dashboard data demo doctor eval export filter hub init join key ledger plan plot "
-        "relay restore rollouts run sft status trainer validator why"
+        "admin backup cast compare dashboard data demo doctor eval export filter hub init join key leave ledger plan "
+        "plot relay restore rollouts run sft status trainer validator why"
     )
     assert sorted(COMMANDS.commands) == expected.split()
     assert len(list(leaves(COMMANDS))) <= MOST_COMMANDS

@@ -158,6 +158,34 @@ def test_a_cheating_worker_says_so_first_and_stops_when_told_to(served: ServedRu
     assert "this start: 0 groups accepted" in error.splitlines()[-1]
 
 
+def test_a_joined_worker_is_paused_resumed_and_left_from_elsewhere(served, tmp_path, own_home, capsys):
+    """By its URL, its run's name, and its folder. The hub shows the pause; a paused worker that starts again rests."""
+    worker = own_home / served.folder.run_id / "worker"
+    words, output = ("join", served.endpoints.join, "--engine", "scripted", "--hours", "0-24"), tmp_path / "output"
+
+    def doing() -> list[str]:
+        return [node.doing for node in served.client.status().nodes if node.role == "worker"]
+
+    with Forked(tmp_path, words, output) as process:
+        process.until("works for run")
+        said = told(capsys, 0, "leave", served.endpoints.join, "--pause").out
+        assert f"{worker}: paused; its leases are given back; to continue: shoal leave RUN --resume" in said
+        eventually(lambda: doing() == ["paused by its owner"], otherwise=process.said)
+        assert f"{worker} has left: 0 tokens, 0 groups accepted, credit +0\n" == told(capsys, 0, "leave", worker).out
+        assert process.wait() == 0
+    assert "stopping (shoal leave)" in process.said()
+    assert not (worker / "leaving").exists()
+    (worker / "leaving").touch()  # of a command that was killed: a later start is not meant
+    with Forked(tmp_path, words, output.with_name("again")) as process:
+        process.until("paused by its owner")
+        name = served.folder.run_id.rpartition("-")[0]
+        assert "resumed; it works when it may" in told(capsys, 0, "leave", name, "--resume").out
+        eventually(lambda: doing() == [""], otherwise=process.said)
+        assert process.end() == 0
+    assert "no worker runs there" in told(capsys, 0, "leave", worker).out
+    assert "paused; no worker runs there now" in told(capsys, 0, "leave", worker, "--pause").out
+
+
 def test_a_worker_that_waits_for_its_hub_stops_when_told_to(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(DEADLINE_S)

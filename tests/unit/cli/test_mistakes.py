@@ -100,6 +100,10 @@ MISTAKES: list[tuple[str, int, str]] = [
       for hours, why in (("22", "'22' is no part of a day"), ("25-3", "a day has 0:00 to 24:00"),
         ("1:60-3", "a day has 0:00 to 24:00"), ("9-12,7-7", "'7-7' ends when it begins"),
         ("9-12,", "'' is no part of a day"))),
+    ("leave", 2, "Missing argument 'RUN'. (see: shoal leave --help)"),
+    ("leave . --pause --resume", 2, "--pause and --resume exclude each other"),
+    *((f"leave {where}", 2, f"{where}: no worker of this machine joined so; give the join URL, the run's name in ")
+      for where in ("nowhere", "http://host:1", f"{DEAD}/#{'ab' * 20}", "fresh", "hollow")),
     ("join . --hours 22-7 --idle", 2, "--hours, --idle: only for a run's URL; what is in . is set by its recipe"),
     ("join . --max-disk 1GB", 2, "--max-disk: only for a run's URL; what is in . is set by its recipe"),
     ("join . --folder out --engine torch --device auto --dtype auto --name a --owner a --vouch b --no-check", 2,

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from kit.cli import at_step, process, report, scene, status, verdict, wait, worker
-from shoal.cli.view import LiveDisplay, PlainDisplay, choose_display, frame
+from shoal.cli.view import LiveDisplay, PlainDisplay, choose_display, frame, live_rows
 from shoal.protocol import NodeState, NodeView, OwnerOrders
 from shoal.run.progress import History, RunView
 
@@ -237,6 +237,13 @@ def test_live_only_on_a_capable_terminal(monkeypatch, terminal, changes, live):
         display.say("a line " + "longer than eighty columns, " * 5)
         file.flush()
         assert raw.getvalue().count(b"\n") == 1
+    with live_rows(Console(file=file)) as show:
+        assert (show is not None) is live
+        if show is not None:
+            show([("worker", "generating"), ("so far", "12 tokens")])
+            show([("worker", "paused until\x1b[2J 22:00"), ("so far", "12 tokens")])
+    file.flush()
+    assert (b"paused until\xef\xbf\xbd[2J 22:00" in raw.getvalue()) is live
 
 
 def in_trouble(*seconds: float) -> list[RunView]:

@@ -213,7 +213,7 @@ def as_pickle(folder: Path) -> None:
         (lambda folder: edit_config(folder, final_logit_softcapping=30.0),
          "final_logit_softcapping, which transformers ignores in a model of type"),
         (lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
-         r"holds adapters \(adapter_config\.json\): merge them"),
+         r"adapter_config\.json is no configuration of LoRA adapters"),
     ],
     ids=["cut short", "a weight missing", "of another size", "a pickle", "an unknown rescaling", "other adapters"],
 )  # fmt: skip

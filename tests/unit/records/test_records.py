@@ -9,7 +9,7 @@ import pytest
 
 from kit.hub import HUB, VALIDATOR, Bench, as_texts, ok, submission_body, verdict_on
 from shoal import protocol
-from shoal.errors import UserError
+from shoal.errors import ResourceError, UserError
 from shoal.hub.service.archiving import FLUSH_MS, SETTLED_MS
 from shoal.protocol.verdict import TokenTrace
 from shoal.records import Records, Segments, Wanted, open_records
@@ -191,6 +191,7 @@ def test_small_files_are_merged_and_leftovers_of_a_kill_ignored(tmp_path: Path) 
     assert [path.name for path in segments.paths()] == ["groups-0000000000-0000000007.parquet"]
     for path, data in saved.items():  # as after a kill between writing and removing
         path.write_bytes(data)
+    segments.close()
     again = Segments(tmp_path)
     again.open()
     assert (again.next_group, len(Records(tmp_path))) == (files.MERGED, files.MERGED)
@@ -217,6 +218,15 @@ def test_beyond_the_budget_a_sample_keeps_its_texts_and_every_row_its_numbers(tm
     }
     assert 0 < counts["accepted"] < counts["rejected"]
     assert all(each.kept == segments.keeps(each.submission, each.outcome) for each in found if each.group < 60)
+
+
+def test_two_hubs_of_one_folder_do_not_write_at_the_same_time(bench: Bench) -> None:
+    judge_all(bench)
+    written(bench)
+    with pytest.raises(ResourceError, match="in use"):
+        Segments(bench.folder / "records").open()
+    bench.hub.archiving.rest()  # as it does when another one leads
+    Segments(bench.folder / "records").open()
 
 
 def test_damaged_file_is_named(tmp_path: Path, records: Records) -> None:

@@ -137,6 +137,33 @@ def test_a_worker_started_again_counts_on_and_its_credit_is_the_hubs(tmp_path: P
     assert status.line(()) == "3,600 tokens, 3 groups accepted, credit +200 (7 pending)"
 
 
+def test_rows_say_what_each_worker_does_what_all_earned_and_why_the_last_was_refused(tmp_path: Path) -> None:
+    """A rate is of the last 30 s: 1,200 tokens in the first 20 s, 600 in the next 30 s."""
+    shown, clock = list[Any](), ManualClock()
+    (tmp_path / "a").mkdir()
+    status = FleetStatus(tmp_path, [WorkerPlace("a", "cpu"), WorkerPlace("b", "cpu")], clock, shown.append)
+    clock.advance(20)
+    Standing("one", 1_200, 5, 2, 700, 200, 30).leave(tmp_path / "a")
+    status.draw()
+    totals = "1,200 tokens (60/s), 3 groups accepted, credit +500 (30 pending)"
+    assert shown == [[("a", "ready"), ("b", "starting"), ("so far", totals)]]
+    clock.advance(30)
+    Standing("one", 1_800, 5, 2, 700, 200, 0, 2, 1, "paused until 22:00", "why").leave(tmp_path / "a")
+    status.look([view("a", "running", None), view("b", "restarting", -9, why="was killed by SIGKILL")])
+    status.draw()
+    totals = "1,800 tokens (20/s), 3 groups accepted, 2 rejected, 1 unsure, credit +500"
+    rows = [
+        ("a", "paused until 22:00"),
+        ("b", "restarting, was killed by SIGKILL"),
+        ("so far", totals),
+        ("last", "why"),
+    ]
+    assert shown[1] == rows
+    alone = FleetStatus(tmp_path / "a", [join.HERE], clock, shown.append)
+    alone.draw()
+    assert shown[2][0] == ("worker", "paused until 22:00")
+
+
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[ServedRun]:
     with served_run(prepared(tmp_path / "run", ONE_STEP, run={"groups_per_step": 8})) as run:
@@ -227,7 +254,7 @@ def test_a_worker_that_cannot_work_is_left_and_its_exit_code_is_the_commands(ser
 def test_gpus_of_which_the_run_takes_nothing_leave_one_worker_on_the_processor(tmp_path, monkeypatch, caplog, kind):
     ended = list[Any]()
     monkeypatch.setattr(join, "meet_hub", lambda *_: (tmp_path, "0" * 40, (kind, "vllm/cuda/float32")))
-    monkeypatch.setattr(fleet, "run_fleet", lambda *given: ended.append([place.gpu for place in given[-1]]) or 0)
+    monkeypatch.setattr(fleet, "run_fleet", lambda *given: ended.append([place.gpu for place in given[-2]]) or 0)
     monkeypatch.setattr(fleet, "visible_gpus", lambda: ["0", "1"])
     monkeypatch.setattr(join, "start_role", lambda *_: StopToken())
     monkeypatch.setattr("shoal.worker.loop.run_worker", lambda config, _stop: ended.append(config.settings.device))

@@ -25,7 +25,7 @@ from shoal.runtime import ManualClock, StopToken
 from shoal.runtime.limits import PAUSED, Allowance, Hours
 from shoal.toploc import split_proofs
 from shoal.worker import loop
-from shoal.worker.earnings import Earnings
+from shoal.worker.earnings import Earnings, Standing
 from shoal.worker.loop import NotTaken, Worker
 from shoal.worker.outbox import Outbox
 from shoal.worker.settings import WorkerSettings, units_that_fit
@@ -664,6 +664,20 @@ def test_the_owner_is_told_each_change_once_with_its_reason(hub, changes, told, 
     caplog.set_level("INFO")
     heard(hub, *changes)
     assert [record.message for record in caplog.records] == told
+
+
+def test_the_standing_has_what_it_does_and_why_something_was_not_accepted(tmp_path: Path) -> None:
+    earnings = Earnings(status_hub(*NAMED), tmp_path)
+    for change, reason, refused in (
+        ({}, "", (0, 0)), ({"unsure": 2}, "2 groups could not be judged; that costs nothing", (0, 2)),
+        ({"unsure": 3, "rejected": 1}, "1 group rejected: unit 5, prompt.mismatch: another prompt", (1, 3)),
+        ({"unsure": 3, "rejected": 1}, "1 group rejected: unit 5, prompt.mismatch: another prompt", (1, 3)),
+    ):  # fmt: skip
+        earnings.hear(protocol.HeartbeatReply(node=VIEW.model_copy(update=change)), 40, "paused until 22:00")
+        found = Standing.read(tmp_path)
+        assert found is not None
+        assert (found.reason, (found.rejected, found.unsure), found.tokens) == (reason, refused, 40)
+        assert found.doing == "paused until 22:00"
 
 
 def test_a_suspension_from_before_this_start_is_told_too_and_only_a_ban_ends_it(caplog: Logs) -> None:

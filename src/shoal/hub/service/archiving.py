@@ -65,7 +65,14 @@ class Archiving:
                 self._since_ms = now_ms
         except (ShoalError, OSError) as error:
             log.warning("records of rollouts cannot be written, tried again in %d s: %s", AGAIN_MS // 1000, error)
-            self._rows, self._names, self._is_open, self._since_ms = [], [], False, now_ms + AGAIN_MS
+            self.rest()
+            self._since_ms = now_ms + AGAIN_MS
+
+    def rest(self) -> None:
+        """Another hub does the background work: what is not written yet is read again by the next writer."""
+        if self._segments is not None and self._is_open:
+            self._rows, self._names, self._is_open = [], [], False
+            self._segments.close()
 
     def close(self) -> None:
         """Write down all that was decided."""
@@ -78,6 +85,7 @@ class Archiving:
                 self._flush(self._segments)
         except (ShoalError, OSError) as error:
             log.warning("the last records of rollouts are not written, the next start does it: %s", error)
+        self.rest()
 
     def _collect(self, segments: Segments, until_ms: int) -> int:
         if not self._is_open:

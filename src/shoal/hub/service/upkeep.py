@@ -97,6 +97,7 @@ class Upkeep:
         self._context.storage.arrivals.forget_nonces(now_ms - MAX_SKEW_MS)
         self._context.look()
         if not leads:
+            self._archiving.rest()
             return
         failures: list[Exception] = []
         post = lambda _now_ms: self._posting.post()  # noqa: E731

@@ -88,7 +88,7 @@ class WarmStartRequest:
 
     def about(self, model: ModelSource) -> dict[str, Any]:
         about = {
-            "model": model_digest(model_folder(model.where)), "data": self.demonstrations.digest,
+            "model": model_digest(model.where), "data": self.demonstrations.digest,
             "environment": None if self.environment is None else self.environment.digest,
             "choice": asdict(self.choice), "schedule": asdict(self.schedule),
             "trainer": self.settings.model_dump(mode="json", include=set(selection.USED - selection.HARMLESS)),
