@@ -31,10 +31,10 @@ TWIN, CALCULATOR, GSM8K = (ROOT / "recipes" / f"{name}.toml" for name in ("intel
 pytestmark = pytest.mark.slow
 
 
-def run_python(*arguments: str) -> str:
+def run_python(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S + 30, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s + 30, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -127,6 +127,36 @@ def assert_thinking_must_close(table: list[dict[str, Any]], environment: Environ
         if inner.score(environment.task(row["task"]), row["completion"]).value == 1:
             solved["</think>" in row["completion"]].add(row["reward"] > 0.5)  # the penalty is at most 0.14
     assert solved == {True: {True}, False: {False}}
+
+
+REAL_MODEL = "SHOAL_TEST_MODEL"
+REAL_TWIN = (
+    "run.groups_per_step=8", "run.group_size=4", "run.max_new_tokens=64", "environment.length.targets=[8, 16, 32]",
+    "trainer.publish_dtype=float32", "trainer.memory.precision=float32", "trainer.micro_batch_tokens=2048",
+    "trainer.evaluate_every=0", *(f"{role}.device=cpu" for role in ("trainer", "validator", "worker")),
+)  # fmt: skip
+"""Float32, because a processor trains a hundred times slower in bfloat16."""
+
+
+@needs_bubblewrap
+@pytest.mark.timeout(4000)
+def test_twin_of_the_described_recipe_trains_a_real_model(tmp_path: Path) -> None:
+    """By the benchmark that runs it on a GPU; three steps of eight optimizer steps each."""
+    if (model := os.environ.get(REAL_MODEL)) is None:
+        how = "benchmarks/delta_training.py fetches SmolLM2-135M"
+        pytest.skip(f"{REAL_MODEL} names no folder of a small real model ({how})")
+    figures, limit_s = tmp_path / "figures.json", 3600.0
+    settings = [word for setting in REAL_TWIN for word in ("--set", setting)]
+    places = ("--keep", str(tmp_path), "--out", str(figures), "--limit-s", f"{limit_s:.0f}")
+    twin = (str(ROOT / "benchmarks" / "intellect2_twin.py"), "--model", model, "--steps", "3", "--dtype", "float32")
+    run_python(*twin, *places, *settings, timeout_s=limit_s)
+    found = json.loads(figures.read_text())
+    assert (found["steps"], found["lost_samples"], found["missing"]) == (3, 0, [])
+    assert set(found["rewarded"]["targets"]) == {"8", "16", "32"}
+    assert max(found["staleness_by_step"]) <= 2
+    trained = [row for row in metrics(tmp_path / "run") if "loss" in row]
+    # 25 optimizer steps of warm-up, eight a step
+    assert [row["learning_rate"] / 3e-6 for row in trained] == pytest.approx([0.32, 0.64, 0.96])
 
 
 def test_one_gpu_recipe_trains_random_weights(tmp_path: Path) -> None:

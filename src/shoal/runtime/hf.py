@@ -142,7 +142,7 @@ def snapshot(name: HubName, kind: Kind, choose: Choose) -> Snapshot:
     if IS_OFFLINE:
         if kept := _kept(name, kind, choose):
             return kept
-        why = "is not in the cache, or not all of it" if _cached(name, kind) is None else "is not whole in the cache"
+        why = "is not in the cache" if _cached(name, kind) is None else "is not whole in the cache"
         remedy = "unset it to download, put a copy into the cache (hf download), or give a folder"
         raise error_type(f"the {what} {name} {why} ({cache_folder()}), and HF_HUB_OFFLINE is set: {remedy}")
     try:

@@ -221,6 +221,7 @@ class TrainingRun:
             waiting = reply.waiting or waiting
             if reply.accepted != accepted:
                 began_s, accepted = clock.monotonic_s(), reply.accepted
+                self._actions.wait(self._parts.learner)
         batch, rollouts = reply.batch, hub.rollouts(step)
         written, sent = [group.unit for group in batch.groups], [group.unit for group in rollouts.groups]
         if rollouts.step != step or written != sent:

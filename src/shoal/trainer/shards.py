@@ -39,7 +39,7 @@ from shoal.trainer.step import StepWork, Stopped, check_policy, train_step
 
 log = logging.getLogger(__name__)
 
-WAITS = 4  # rank 0 may wait `batch_deadline_s` each for a batch, a publication and the hub
+WAITS = 4  # rank 0 may wait `batch_deadline_s` each for a group of its batch, a publication and the hub
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -52,6 +52,10 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     check_policy: bool = False
 
 
+class StillWaiting(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 has no batch yet, and groups come in."""
+
+
 class Copy(msgspec.Struct, frozen=True, tag=True):
     with_training: bool
 
@@ -60,7 +64,7 @@ class Restore(msgspec.Struct, frozen=True, tag=True):
     folder: str
 
 
-def _send(ranks: Ranks, command: Begin | Train | Copy | Restore) -> None:
+def _send(ranks: Ranks, command: Begin | Train | StillWaiting | Copy | Restore) -> None:
     if ranks.world > 1:
         ranks.send(msgspec.msgpack.encode(command))
 
@@ -74,6 +78,9 @@ class Actions:
     def train(self, learner: Learner, work: StepWork, *arguments: Any) -> dict[str, float]:
         _send(learner.ranks, Train(work))
         return train_step(learner, work, *arguments)
+
+    def wait(self, learner: Learner) -> None:
+        _send(learner.ranks, StillWaiting())
 
     def check_policy(self, learner: Learner, work: StepWork, *arguments: Any) -> dict[str, float]:
         _send(learner.ranks, Train(work, check_policy=True))
@@ -114,7 +121,9 @@ def follow_rank_0(ranks: RankGroup, stop: StopToken) -> None:
     with within_memory(settings, begin.files, ranks.world):
         learner = _learner(None, settings, begin.files, ranks)
         while (message := ranks.receive(stop, WAITS * settle(settings).batch_deadline_s)) is not None:
-            match msgspec.msgpack.decode(message, type=Train | Copy | Restore):
+            match msgspec.msgpack.decode(message, type=Train | StillWaiting | Copy | Restore):
+                case StillWaiting():
+                    continue
                 case Train(work=work, check_policy=is_check):
                     (check_policy if is_check else train_step)(learner, work, stop.is_set)
                 case Copy(with_training=with_training):

@@ -136,6 +136,7 @@ class FakeHub:
         self.score: Callable[[int], float | None] = lambda _version: 0.25
         self._arrived = threading.Condition()
         self._groups = written_down(steps, max_staleness)
+        self._asked: set[int] = set()
 
     def _hook(self, name: str, number: int) -> None:
         if name in self.before:
@@ -181,7 +182,10 @@ class FakeHub:
         self._hook("announced", ref.version)
 
     def batch(self, step: int, wait_s: float) -> BatchReply:
-        """Written down once a version is out that is allowed in it."""
+        """Written down once a version is out that is allowed in it; at first a group is missing."""
+        if step not in self._asked:
+            self._asked.add(step)
+            return BatchReply(waiting="1 more group", accepted=2)
         self._hook("batch", step)
         with self._arrived:
             newest = lambda: max((version for _, version in self.policies), default=-1)  # noqa: E731
@@ -256,7 +260,8 @@ def run_ranks(folder: Path, world: int, steps: int, settings: TrainerSettings) -
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared["PYTHONPATH"] = str(Path(__file__).parents[2])
+    given = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+    shared["PYTHONPATH"] = os.pathsep.join(given)
     command = [sys.executable, __file__, str(folder), str(steps), settings.model_dump_json()]
     each = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
     piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
