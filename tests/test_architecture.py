@@ -401,7 +401,7 @@ def test_every_imported_package_is_declared() -> None:
 
 LIGHT = ("hub", "client", "ledger", "shardcast", "runtime", "protocol", "run")
 IN_EXTRAS = re.compile(
-    r"shoal\.(hub\.storage\.(postgres|s3)|shardcast\.(delta|kernels)|run\.(bench|preflight|trials|(demo|models)\..*))"
+    r"shoal\.(hub\.storage\.(postgres|s3)|shardcast\.(delta|kernels)|run\.(bench|preflight|solo|trials|(demo|models)\..*))"
 )
 """What a command loads after `extras.require`."""
 

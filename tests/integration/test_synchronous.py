@@ -2,16 +2,21 @@
 
 The same run twice: once through hub, origin, workers, validator and trainer (a thread each, real HTTP), once as the
 plain loop below, which knows no lease and no hub. Every version's weights must be the same, bit for bit: the digests
-are compared.
+are compared. And `--solo`, which has no hub either, draws the same tokens and writes down the same batches.
 """
 
+from pathlib import Path
+
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
-from kit import TempPaths
+from kit import Patch, TempPaths
 from kit.roles import Sections, prepared, running_roles
 from kit.run import rows
+from kit.solo import solo_digests, solo_twin
 from shoal.engines import GenerationRequest
+from shoal.engines.groups import generate
 from shoal.engines.torch import TorchEngine
 from shoal.environments import Environment, build
 from shoal.hub.state.draws import task_index, unit_seeds
@@ -20,6 +25,8 @@ from shoal.models.load import LoadedModel, load_model
 from shoal.models.state import policy_views
 from shoal.protocol import SamplingParameters, TrainingGroup, TrainingRollout, pack_logprobs, pack_tokens
 from shoal.run.folder import RunFolder
+from shoal.run.solo import run_solo
+from shoal.runtime.stop import StopToken
 from shoal.shardcast import digest_of
 from shoal.trainer.learner import new_learner
 from shoal.trainer.step import StepWork, train_step
@@ -98,3 +105,15 @@ def test_every_version_equals_the_plain_loop(run: RunFolder) -> None:
     digests = synchronous_digests(run)
     assert len(set(digests)) == STEPS + 1, "the loop did not train: the comparison would be vacuous"
     assert published_digests(run) == digests
+
+
+def test_solo_has_the_same_tokens_batches_and_weights(run: RunFolder, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Group by group, as those workers: how many rows are computed together changes the last bits."""
+    alone = lambda loaded, leases, **named: [generate(loaded, [lease], **named)[0] for lease in leases]  # noqa: E731
+    monkeypatch.setattr("shoal.run.solo.generate", alone)
+    solo = solo_twin(run, tmp_path / "solo")
+    run_solo(solo, StopToken(), lambda _: None)
+    theirs, own = (pq.read_table(each.path / "trainer" / "rollouts").drop(["node"]) for each in (run, solo))
+    assert len(own) == STEPS * 4 * 8
+    assert own.equals(theirs)
+    assert solo_digests(solo) == published_digests(run)

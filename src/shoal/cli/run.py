@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,6 +36,7 @@ SOURCE = (
     "A recipe to start a run (a TOML file, or a name that `shoal init` lists), or a run to resume: its folder or name."
 )
 RUN = "With a recipe: the run's folder, or a name for it under runs/. (default: runs/ and run.name of the recipe)"
+SOLO = "Everything in this process: nobody else takes part, no proofs, no ledger. For one GPU of one's own."
 PREPARE = "Make the run's folder, and print the commands that start each role on its own."
 REPLACED = "Where to run: a folder, or a name under runs/. An earlier demo there is replaced. (default: runs/demo)"
 CHEAT = "What the third worker does; docs/guides/attack-your-run.md lists the cheats."
@@ -65,6 +67,7 @@ def run(
     overrides: options.Settings = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the whole recipe, and stop.")] = False,
     prepare: Annotated[bool, Option("--prepare", help=PREPARE)] = False,
+    solo: Annotated[bool, Option("--solo", help=SOLO)] = False,
     patience_s: options.DerivedPatience = None,
 ) -> None:
     """Start and supervise a whole run on this machine, or resume one. Ctrl-C stops it; the same command resumes it."""
@@ -82,9 +85,15 @@ def run(
 
     resolved = resolve(recipe, directory, overrides or ())
     place = directory or Path("runs") / resolved.run.name
+    if solo or RunFolder.is_solo(place):
+        from shoal.run.solo import solo_recipe
+
+        solo, resolved = True, solo_recipe(resolved, place)
+        if prepare:
+            raise UserError("--prepare: a solo run is one process, which --solo alone starts")
     resolved = pinned(resolved, RunFolder.stored(place), weights=not dry_run)
     environment = check_ingredients(resolved, _warn if dry_run else None)
-    for line in advice(resolved, environment):
+    for line in advice(resolved, environment, solo):
         _warn(line)
     if dry_run:
         if directory is not None:
@@ -99,6 +108,8 @@ def run(
         check_machine(resolved)
     directory = place
     made = RunFolder.prepare(directory.absolute(), resolved, changed=recipe is None)
+    if solo:
+        raise Exit(_solo(made))
     if not prepare:
         raise Exit(_launch(made, patience_s or patience_of(resolved)))
     from shoal.run.roles import command_of, role_names
@@ -112,6 +123,22 @@ def run(
 
 def _warn(line: str) -> None:
     echo(f"shoal: {line}", err=True)
+
+
+def _solo(folder: RunFolder) -> int:
+    from shoal.run.launch import METRICS, NOTHING_TRAINED, Launched, conclusion, kept_line, steps_in
+    from shoal.run.solo import run_solo
+    from shoal.runtime import logs
+    from shoal.runtime.supervise import Ending
+
+    before, began_s, stop = steps_in(folder.path / METRICS), time.monotonic(), stop_on_signals()
+    echo(f"solo run {folder.run_id} in {folder.path}, log in {folder.path / 'logs' / 'solo.log'}")
+    logs.setup("solo", folder.path / "logs" / "solo.log", stderr=False)
+    run_solo(folder, stop, echo)
+    code = STOPPED_CODE if stop.is_set() else 0
+    lines = conclusion(folder.path, Launched(Ending(code, ""), None, time.monotonic() - began_s), before)
+    echo("\n".join([*lines, kept_line(folder.path)]))
+    return code or int(any(line.startswith(NOTHING_TRAINED) for line in lines))
 
 
 def _launch(folder: RunFolder, patience_s: float) -> int:

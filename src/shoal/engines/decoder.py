@@ -117,8 +117,11 @@ class PagedDecoder:
 
     def release(self) -> None:
         """Give all memory back; the next call allocates it again."""
-        self._graphs, self._memory, self._pool = {}, None, None
+        self.drop()
         release_memory()
+
+    def drop(self) -> None:
+        self._graphs, self._memory, self._pool = {}, None, None
 
     def pool(self, rows: int, pages_each: int, chunk: int, memory_bytes: int) -> PagePool | None:
         """A pool for `rows` rows of `pages_each` pages, or for as many as fit (None: not even one). The existing pool

@@ -20,10 +20,11 @@ def is_finite(group: Sequence[Completion]) -> bool:
 def generate(
     loaded: LoadedPolicy, leases: Sequence[Lease], on_tokens: Callable[[str, int], None] | None = None,
     on_chunks: Callable[[Lease], OnChunks | None] | None = None, check: Callable[[], None] | None = None,
+    proves: bool = True,
 ) -> list[list[Completion]]:  # fmt: skip
     """The groups of leases of one policy, with the leases' proofs. `on_tokens` gets the number of tokens of a lease now
-    and then; `on_chunks` returns the receiver of a lease's finished chunks. Failures of the engine become one-line
-    errors."""
+    and then; `on_chunks` returns the receiver of a lease's finished chunks. `proves`: make proofs. Failures of the
+    engine become one-line errors."""
     groups: dict[str, list[Completion]] = {}
     try:
         for proof in dict.fromkeys(lease.proof for lease in leases):
@@ -37,7 +38,7 @@ def generate(
                 respond = None if talk is None else talk.respond
                 decode = decoding(lease.sampling, loaded.files)
                 requests.append(GenerationRequest(*terms, heard, on_own, respond, check=check, decode=decode))
-            drawn = loaded.engine.generate(requests, proof)
+            drawn = loaded.engine.generate(requests, proof if proves else None)
             groups.update(zip((lease.lease for lease in alike), drawn, strict=True))
         return [groups[lease.lease] for lease in leases]
     except ResourceError as error:

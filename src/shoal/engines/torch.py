@@ -175,6 +175,12 @@ class TorchEngine(DrawingEngine):
             if training:  # each call walks over all modules
                 self._model.train()
 
+    def release(self) -> None:
+        """On a GPU: give back the memory of pages and captured steps, which training needs."""
+        if self._pages is not None and self._model.device.type == "cuda":
+            self._pages.drop()
+            torch.cuda.empty_cache()
+
     def rows_at_once(self, tokens_each: int) -> int:
         self._measure_cache()
         self._measure_room()

@@ -72,6 +72,7 @@ class Summary:
 
 def backup_run(directory: Path, out: Path, say: Callable[[str], None]) -> Summary:
     folder = RunFolder.open(directory)
+    folder.require_hub()
     run, recipe, hub = folder.path, folder.recipe, folder.recipe.hub
     for left_over in run.glob(".backup-*"):  # of a backup that was killed
         shutil.rmtree(left_over, ignore_errors=True)

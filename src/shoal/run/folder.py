@@ -24,6 +24,7 @@ from shoal.shardcast.server import public_url
 
 ADMIN = "admin"
 BEFOREHAND = (".lock", "demo.json")  # may lie in a folder before a run is made in it
+SOLO = "hub/batches"  # what only a run without a hub has
 LOCK_WAIT_S = 15.0  # for a run in this folder that is just ending
 RECIPE_MODE = 0o600  # hub.database may hold a password
 
@@ -185,8 +186,18 @@ class RunFolder:
             raise ConfigError(f"{path} is not the root key that signed this run's certificates; put that one back")
         return root
 
+    @staticmethod
+    def is_solo(path: Path) -> bool:
+        return (path / SOLO).is_dir()
+
+    def require_hub(self) -> None:
+        if self.is_solo(self.path):
+            look = "its figures are in trainer/metrics.jsonl, its rollouts in `shoal rollouts`"
+            raise ConfigError(f"{self.path} is a solo run: it has no hub, no nodes and no ledger; {look}")
+
     @property
     def endpoints(self) -> Endpoints:
+        self.require_hub()
         path = self.path / "endpoints.json"
         try:
             return Endpoints.model_validate_json(path.read_bytes())

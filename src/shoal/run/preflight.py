@@ -202,7 +202,7 @@ def _check_tasks(environment: Environment, asking: Asking | None, say: Say = log
     return list(trials.values())[:KINDS_TRIED]
 
 
-def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:
+def advice(recipe: Recipe, environment: Environment, solo: bool = False) -> Iterator[str]:
     if not is_whole(recipe.model.path):
         yield f"the weights of {recipe.model.path} are not downloaded yet, and were not checked; a run downloads them"
     if not is_known(recipe.model.path):
@@ -213,6 +213,8 @@ def advice(recipe: Recipe, environment: Environment) -> Iterator[str]:
         yield "no task is held out, so there will be no held-out score: give more tasks, or name the split of some"
     elif recipe.trainer.evaluate_every and tasks < wanted:
         yield f"held out: only {count_of(tasks, 'task')}; trainer.evaluate_tasks is {wanted}: scores will be rough"
+    if solo:
+        return
     tokens = (run := recipe.run).groups_per_step * run.group_size * run.max_new_tokens * Speeds().length_share
     needed = validators_needed(run_size(recipe, announced_size(recipe)), tokens, run.steps, recipe.trainer.processes)
     if not recipe.validator.count:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from shoal.runtime import SUPERVISED, UNLIMITED_BYTES, MachineLimits, StopToken,
 from shoal.runtime.supervise import close_standard_input, follow_supervisor
 
 if TYPE_CHECKING:
+    from shoal.environments import Environment
+    from shoal.hub import HubConfig
     from shoal.validator.settings import ValidatorConfig
 
 log = logging.getLogger(__name__)
@@ -57,39 +60,44 @@ def start_role(name: str, folder: Path | None, verbose: bool) -> StopToken:
     return stop
 
 
-def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
-    from shoal.dashboard.site import Site
+def hub_config(folder: RunFolder, environment: Environment) -> HubConfig:
+    """How a hub of this run draws and decides, without whom it serves, and what is taken from them."""
     from shoal.engines.asking import Asking
-    from shoal.environments import build, has_dialogues
+    from shoal.environments import has_dialogues
     from shoal.hub import EvaluationPlan, HubConfig
-    from shoal.hub.http.server import run_hub
     from shoal.hub.state.rows import PoolRules
     from shoal.models import model_folder, read_files
-    from shoal.records import FOLDER
     from shoal.run.estimate import announced_size
+
+    recipe, trainer, retire_after = folder.recipe, folder.recipe.trainer, folder.recipe.environment.retire_after
+    asking = Asking(read_files(model_folder(recipe.model.path, weights=False)), environment, recipe.run.max_new_tokens)
+    evaluation = EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if trainer.evaluate_every > 0 else None
+    return HubConfig(
+        folder=folder.path / "hub", run_id=folder.run_id, run=recipe.run, settings=recipe.hub, environment=environment,
+        encode=asking.ids, frame=asking.encoder.frame() if has_dialogues(environment) else ((), ()),
+        eos_token_ids=asking.encoder.tokenizer.eos_token_ids, texts=asking.encoder.tokenizer.decode_many,
+        key=folder.key("hub"), root_key=folder.root_key, evaluation=evaluation,
+        pools=None if retire_after is None else PoolRules(retire_after), model=announced_size(recipe),
+    )  # fmt: skip
+
+
+def _hub(folder: RunFolder, _index: int, stop: StopToken) -> None:
+    from shoal.dashboard.site import Site
+    from shoal.environments import build
+    from shoal.hub.http.server import run_hub
+    from shoal.records import FOLDER
     from shoal.run.folder import without_passwords
     from shoal.runtime.config import dump_config
     from shoal.validator.settings import measurable_kinds, profile_keys
 
     recipe, endpoints = folder.recipe, folder.endpoints
-    environment = build(recipe.environment)
-    retire_after = recipe.environment.retire_after
-    trainer, scripted = recipe.trainer, recipe.worker.checked_with == "scripted"
-    files = read_files(model_folder(recipe.model.path, weights=False))
-    asking = Asking(files, environment, recipe.run.max_new_tokens)
-    evaluation = EvaluationPlan(trainer.evaluate_every, trainer.evaluate_tasks) if trainer.evaluate_every > 0 else None
-    kinds = profile_keys(recipe.validator)
-    config = HubConfig(
-        folder=folder.path / "hub", run_id=folder.run_id, run=recipe.run,
-        settings=recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}), environment=environment,
-        encode=asking.ids, frame=asking.encoder.frame() if has_dialogues(environment) else ((), ()),
-        eos_token_ids=asking.encoder.tokenizer.eos_token_ids, texts=asking.encoder.tokenizer.decode_many,
-        key=folder.key("hub"), root_key=folder.root_key,
+    kinds, scripted = profile_keys(recipe.validator), recipe.worker.checked_with == "scripted"
+    config = replace(
+        hub_config(folder, build(recipe.environment)),
+        settings=recipe.hub.model_copy(update={"port": port_of(endpoints.hub)}),
         certificates=folder.certificates, sources=endpoints.sources, last_resort=endpoints.last_resort,
         profiles=tuple(kind for kind in kinds if scripted or not kind.startswith("scripted/")),
-        measurable=measurable_kinds(recipe.validator, trainer.publish_dtype) if not scripted else (),
-        pools=None if retire_after is None else PoolRules(retire_after),
-        evaluation=evaluation, model=announced_size(recipe),
+        measurable=measurable_kinds(recipe.validator, recipe.trainer.publish_dtype) if not scripted else (),
     )  # fmt: skip
     records = config.folder / FOLDER if recipe.hub.records_gb else None
     shown = dump_config(without_passwords(recipe))

@@ -36,7 +36,7 @@ from statistics import fmean
 from shoal.client import Activity, ClientOptions, HubClient, RegularHeartbeat
 from shoal.errors import CheckpointError, DeadlineExceeded, ProtocolError
 from shoal.models import TextTokenizer, model_folder, read_files
-from shoal.protocol import Batch, EvaluationPage, PolicyManifest, PolicyRef, RunInfo, SigningKey, TrainingBatch
+from shoal.protocol import Batch, EvaluationPage, PolicyManifest, PolicyRef, SigningKey, TrainingBatch
 from shoal.runtime import Clock, FolderLock, StopToken, SystemClock, ensure_folder
 from shoal.runtime.sizing import RunSize, settle
 from shoal.shardcast.origin import Origin, OriginSettings
@@ -47,9 +47,9 @@ from shoal.trainer.folder import Retention, TrainerProgress, refuse_foreign
 from shoal.trainer.guards import GuardMonitor, GuardReport
 from shoal.trainer.learner import Learner, make_deterministic, new_learner, starting_model
 from shoal.trainer.memory import within_memory
-from shoal.trainer.publisher import Publisher
+from shoal.trainer.publisher import PolicyOrigin, Publisher
 from shoal.trainer.ranks import RankGroup, join_ranks, lost_peers
-from shoal.trainer.record import RunRecord, Stopwatch, Tracked, Trackers, open_trackers, require_trackers
+from shoal.trainer.record import RunRecord, Stopwatch, Tracked, Trackers, TrainerHub, open_trackers, require_trackers
 from shoal.trainer.settings import TrainerConfig
 from shoal.trainer.shards import Actions, lead_ranks
 from shoal.trainer.step import StepWork, Stopped
@@ -69,8 +69,8 @@ class TrainingParts:
     """`start` gives a digest of the weights that training begins with."""
 
     folder: Path
-    hub: HubClient
-    origin: Origin
+    hub: TrainerHub
+    origin: PolicyOrigin
     learner: Learner
     files: Mapping[str, bytes]
     key: SigningKey
@@ -343,11 +343,8 @@ def run_trainer(config: TrainerConfig, stop: StopToken) -> None:
     ):
         try:
             hub.register("trainer", "trainer", config.certificate)
-            info = hub.run_info()
-            folder = model_folder(config.model)
-            weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-            with within_memory(settings, read_files(folder), ranks.world if ranks else 1, weight_bytes):
-                run = TrainingRun(_parts(config, hub, info, ranks), stop)
+            with training_parts(config, hub, ranks) as parts:
+                run = TrainingRun(parts, stop)
                 with RegularHeartbeat(hub, HEARTBEAT_S, run.activity, lambda _reply: None):
                     run.run()
         except DeadlineExceeded:
@@ -370,7 +367,21 @@ def _in_ranks() -> Iterator[RankGroup | None]:
         ranks.end()
 
 
-def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, ranks: RankGroup | None) -> TrainingParts:
+@contextmanager
+def training_parts(
+    config: TrainerConfig, hub: TrainerHub, ranks: RankGroup | None = None, origin: PolicyOrigin | None = None
+) -> Iterator[TrainingParts]:
+    """While they are used, a lack of memory is said in words. Without `origin`: the one in `config.origin_folder`."""
+    folder = model_folder(config.model)
+    weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    with within_memory(config.settings, read_files(folder), ranks.world if ranks else 1, weight_bytes):
+        yield _parts(config, hub, ranks, origin)
+
+
+def _parts(
+    config: TrainerConfig, hub: TrainerHub, ranks: RankGroup | None, origin: PolicyOrigin | None
+) -> TrainingParts:
+    info = hub.run_info()
     waits = settle(config.settings, RunSize.of(info)).batch_deadline_s
     settings = config.settings.model_copy(update={"batch_deadline_s": waits})  # which the other ranks are sent
     loaded = starting_model(config.model, settings, device=None if ranks is None else "cpu")
@@ -378,7 +389,8 @@ def _parts(config: TrainerConfig, hub: HubClient, info: RunInfo, ranks: RankGrou
     kept = OriginSettings(keep_versions=max(OriginSettings().keep_versions, info.max_staleness + 2))
     shown = {**settings.model_dump(mode="json"), "model": Path(config.model).name, "seed": config.seed}
     return TrainingParts(
-        folder=config.folder, hub=hub, origin=Origin(config.origin_folder, info.run, config.key, settings=kept),
+        folder=config.folder, hub=hub,
+        origin=origin or Origin(config.origin_folder, info.run, config.key, settings=kept),
         learner=learner, files=loaded.files, key=config.key, base_model=hub_name(config.model), seed=config.seed,
         trackers=open_trackers(settings.tracking, Tracked(config.folder, info.run, shown)),
         start=lambda: weights_digest(config.model),

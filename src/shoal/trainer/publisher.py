@@ -14,24 +14,43 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.client import HubClient
 from shoal.errors import DeadlineExceeded, HubRefused, PolicyMismatch
 from shoal.models.load import DTYPES
 from shoal.models.state import lent_view
-from shoal.protocol import PolicyAnnouncement, PolicyManifest, SigningKey, TensorView, sign_document
+from shoal.protocol import (
+    BroadcastHead,
+    LedgerHead,
+    PolicyAnnouncement,
+    PolicyManifest,
+    SigningKey,
+    TensorView,
+    sign_document,
+)
 from shoal.runtime import Clock, SystemClock, point
-from shoal.shardcast import Content, Origin
+from shoal.shardcast import Content
 from shoal.trainer.checkpoint import CheckpointStore, StateCopy
 from shoal.trainer.folder import TrainerProgress
-from shoal.trainer.record import Row, RunRecord
+from shoal.trainer.record import Row, RunRecord, TrainerHub
 
 log = logging.getLogger(__name__)
 
 MAX_NEW_INCARNATIONS = 8
+
+
+class PolicyOrigin(Protocol):
+    """Where versions go: `shardcast.Origin`."""
+
+    # fmt: off
+    def head(self) -> BroadcastHead | None: ...
+    def publish(
+        self, version: int, content: Content, *, incarnation: int = 0, ledger_head: LedgerHead | None = None,
+    ) -> PolicyManifest: ...
+    # fmt: on
 
 
 def views_of(weights: Mapping[str, Tensor], dtype: str) -> list[TensorView]:
@@ -49,8 +68,8 @@ class Publisher:
     started; a digest conflict after that means a second trainer. `worked_s`: time for the last version; `saved_s`: the
     part before publishing."""
 
-    origin: Origin
-    hub: HubClient
+    origin: PolicyOrigin
+    hub: TrainerHub
     record: RunRecord
     store: CheckpointStore
     files: Mapping[str, bytes]

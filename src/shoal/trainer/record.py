@@ -18,18 +18,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from shoal.errors import ConfigError
-from shoal.protocol import StepReport
+from shoal.protocol import (
+    BatchReply,
+    EvaluationPage,
+    LedgerHead,
+    PolicyRef,
+    RunInfo,
+    SignedDocument,
+    StepReport,
+    TrainingBatch,
+)
 from shoal.runtime import Clock, ensure_folder, install_command, write_atomically
 from shoal.runtime.extensions import resolve, unpinned
 from shoal.runtime.metrics import MetricsLog
 from shoal.trainer.folder import scores_of
 from shoal.trainer.guards import ALARM, CALM, RULES, GuardReport
-
-if TYPE_CHECKING:
-    from shoal.client import HubClient
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +45,26 @@ ANSWER_S = 30.0  # longest wait for Weights & Biases
 NOT_SHOWN = ("step", "at_ms")
 SHOWN = ("sampled_reward", "reward_mean", "held_out", "loss", "validation_loss", "grad_norm", "idle_fraction")
 Row = Mapping[str, float]
+
+
+class PublishedPolicy(Protocol):
+    @property
+    def policy(self) -> PolicyRef | None: ...
+
+
+class TrainerHub(Protocol):
+    """What training asks of a hub: `HubClient`, or the one of a run without others (`run/solo`)."""
+
+    # fmt: off
+    def run_info(self) -> RunInfo: ...
+    def status(self) -> PublishedPolicy: ...
+    def batch(self, step: int, wait_s: float) -> BatchReply: ...
+    def rollouts(self, step: int) -> TrainingBatch: ...
+    def report(self, report: StepReport) -> None: ...
+    def ledger_head(self) -> LedgerHead: ...
+    def announce(self, signed: SignedDocument) -> None: ...
+    def evaluations(self, since: int = 0) -> EvaluationPage: ...
+    # fmt: on
 
 
 class Stopwatch:
@@ -232,7 +258,7 @@ def open_trackers(words: Iterable[str], tracked: Tracked) -> Trackers:
 class RunRecord:
     """`scores` are the held-out scores by version. A warm start has no hub."""
 
-    def __init__(self, path: Path, hub: HubClient | None, trackers: Trackers, clock: Clock) -> None:
+    def __init__(self, path: Path, hub: TrainerHub | None, trackers: Trackers, clock: Clock) -> None:
         self._metrics = MetricsLog(path)
         self._hub, self._trackers, self._clock = hub, trackers, clock
         self._unreported: list[Row] = []

@@ -24,9 +24,26 @@ from shoal.environments import Environment
 from shoal.environments.protocol import reads_tokens
 from shoal.errors import BroadcastError, DeadlineExceeded, HubRefused, ProtocolError, ResourceError, ScoringFailure
 from shoal.models.ending import texts_of
-from shoal.protocol import HeartbeatReply, Lease, PolicyRef, RunInfo, Severity, SignedDocument, pack, sign_document
+from shoal.protocol import (
+    HeartbeatReply,
+    Lease,
+    PolicyRef,
+    RunInfo,
+    SamplingParameters,
+    Severity,
+    SignedDocument,
+    pack,
+    sign_document,
+)
 from shoal.protocol.lease import format_of
-from shoal.protocol.verdict import MAX_REWARD, AuditRequest, EvaluationReport, EvaluationSlice, Readiness
+from shoal.protocol.verdict import (
+    MAX_REWARD,
+    AuditRequest,
+    EvaluationReport,
+    EvaluationSlice,
+    EvaluationTask,
+    Readiness,
+)
 from shoal.rewards import DirectScorer, Job, Scorer
 from shoal.rewards.pool import score_all
 from shoal.runtime import Clock, StopToken, SystemClock
@@ -99,28 +116,17 @@ class SliceEvaluator:
 
     def report(self, part: EvaluationSlice, loaded: LoadedPolicy) -> EvaluationReport:
         """One score per task of the slice, in order; None where the scoring machinery failed."""
-        environment = self.environment
-        if part.environment_digest != environment.digest:
+        if part.environment_digest != self.environment.digest:
             return self._report(part, problem="the validator has another environment than the run")
         if not part.tasks:
             return self._report(part, problem="the slice has no task that can be used")
-        prompts = [task.prompt_ids for task in part.tasks]
         try:
-            talks = Talks(environment, loaded.files, part.sampling)
-            lines = [talks.of(task.task) for task in part.tasks]
-            answers = greedy_answers(loaded.engine, prompts, lines, part.sampling, talks.decode)
+            answers = answers_to(part.tasks, self.environment, loaded, part.sampling)
         except Exception as error:
             log.exception("the engine failed on a slice of an evaluation")
             return self._report(part, problem=f"the validator's engine failed: {error}")
-        texts = texts_of(loaded.files).decode_many(answers)
-        tokens = [tuple(ids) if reads_tokens(environment) else None for ids in answers]
-        jobs = [Job(task.task, text, ids) for task, text, ids in zip(part.tasks, texts, tokens, strict=True)]
-        results = score_all((self.scorer or DirectScorer(self.environment)).scores, jobs)
-        failures = [result for result in results if isinstance(result, ScoringFailure)]
-        if failures:
-            log.warning("%d of %d held-out tasks could not be scored: %s", len(failures), len(jobs), failures[0])
-        values = [None if isinstance(result, ScoringFailure) else float(result.value) for result in results]
-        return self._report(part, tuple(x if x is not None and abs(x) <= MAX_REWARD else None for x in values))
+        scorer = self.scorer or DirectScorer(self.environment)
+        return self._report(part, scores_of(part.tasks, answers, self.environment, loaded, scorer))
 
     def _report(
         self, part: EvaluationSlice, scores: tuple[float | None, ...] = (), problem: str = ""
@@ -130,6 +136,29 @@ class SliceEvaluator:
             run=part.run, policy=part.policy, first=part.first, environment_digest=part.environment_digest,
             scores=scores, problem=printable, decided_at_ms=self.clock.now_ms(),
         )  # fmt: skip
+
+
+def answers_to(
+    tasks: Sequence[EvaluationTask], environment: Environment, loaded: LoadedPolicy, sampling: SamplingParameters
+) -> list[list[int]]:
+    talks = Talks(environment, loaded.files, sampling)
+    lines, prompts = [talks.of(task.task) for task in tasks], [task.prompt_ids for task in tasks]
+    return greedy_answers(loaded.engine, prompts, lines, sampling, talks.decode)
+
+
+def scores_of(
+    tasks: Sequence[EvaluationTask], answers: Sequence[list[int]], environment: Environment, loaded: LoadedPolicy,
+    scorer: Scorer,
+) -> tuple[float | None, ...]:  # fmt: skip
+    texts = texts_of(loaded.files).decode_many(answers)
+    tokens = [tuple(ids) if reads_tokens(environment) else None for ids in answers]
+    jobs = [Job(task.task, text, ids) for task, text, ids in zip(tasks, texts, tokens, strict=True)]
+    results = score_all(scorer.scores, jobs)
+    failures = [result for result in results if isinstance(result, ScoringFailure)]
+    if failures:
+        log.warning("%d of %d held-out tasks could not be scored: %s", len(failures), len(jobs), failures[0])
+    values = [None if isinstance(result, ScoringFailure) else float(result.value) for result in results]
+    return tuple(x if x is not None and abs(x) <= MAX_REWARD else None for x in values)
 
 
 MAX_LEFT = 16

@@ -78,7 +78,7 @@ class Context:
         if config.settings.database and known.get("run", config.run_id) != config.run_id:
             remedy = "give each run a database of its own (hub.database), or resume that run from its own folder"
             raise ConfigError(f"hub.database holds another run, {known['run']}, not {config.run_id}: {remedy}")
-        self.secret = _load_or_create_secret(config.folder / "secret", is_new=not known)
+        self.secret = load_or_create_secret(config.folder / "secret", is_new=not known)
         self._shared_clock = SharedClock(clock)
         self._agree_on_time()
         self.clock = self._steady(self._shared_clock, written_ms)
@@ -260,7 +260,7 @@ class Context:
                 transaction.put_setting(BLOB_STORE, self.blobs.put(content.encode()))
 
 
-def _load_or_create_secret(path: Path, is_new: bool) -> bytes:
+def load_or_create_secret(path: Path, is_new: bool) -> bytes:
     """Without the run's secret nobody can know a unit's seeds in advance. Only its owner may read it."""
     if not path.exists():
         if not is_new:

@@ -70,6 +70,12 @@ class Drawing:
             if picked.task is None or clock.monotonic_s() >= until_s:
                 return
 
+    def unit(self, number: int) -> UnitRow | None:
+        """A unit with its task, made now; None if no task can be used."""
+        with self._making:
+            task = self._make(number, self._sheet(number)).task
+        return None if task is None else UnitRow(number, task)
+
     def prepare_again(self, units: Sequence[UnitRow]) -> None:
         for unit in units:
             with self._making:

@@ -177,6 +177,7 @@ class FolderLedger(LedgerSource):
         self._folder = RunFolder.open(path)
         super().__init__(str(path), self._folder.root_key)
         database, hub = self._folder.recipe.hub.database, path / "hub"
+        self._folder.require_hub()
         if not database and not (hub / "hub.db").is_file():
             raise LedgerError(f"there is no hub database {hub / 'hub.db'}: has the run begun?")
         self._storage, self._view = open_storage(database, hub), ExitStack()
