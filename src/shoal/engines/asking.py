@@ -7,6 +7,8 @@ from shoal.environments import Environment, Task, budget_of, prompt_settings_of
 from shoal.errors import UnusableTask
 from shoal.models import PromptEncoder, read_config
 
+TOKENS_SHOWN = 48
+
 
 class CannotBeAsked(UnusableTask):
     """The model cannot take the prompt of a task. `reason` names no task, so equal reasons can be counted."""
@@ -44,6 +46,18 @@ class Asking:
 
     def check(self, task: Task) -> None:
         """Raise `CannotBeAsked` if the prompt does not fit, with the length target whose number is longest."""
-        if self._budget is not None and self._budget.targets:
-            task = self._budget.ask(task, max(self._budget.targets, key=lambda target: len(str(target))))
-        self.ids(task)
+        self.ids(self._with_target(task))
+
+    def rendered(self, task: Task) -> str:
+        """The prompt as the model gets it, and its first tokens."""
+        ids, decode = self.ids(self._with_target(task)), self.encoder.tokenizer.decode_many
+        pieces = " ".join(repr(piece) for piece in decode([[token] for token in ids[:TOKENS_SHOWN]]))
+        more = f" … and {len(ids) - TOKENS_SHOWN} more" if len(ids) > TOKENS_SHOWN else ""
+        return (
+            f"the prompt of task {task.id}, {len(ids)} tokens: {decode([list(ids)])[0]!r}; its tokens: {pieces}{more}"
+        )
+
+    def _with_target(self, task: Task) -> Task:
+        if self._budget is None or not self._budget.targets:
+            return task
+        return self._budget.ask(task, max(self._budget.targets, key=lambda target: len(str(target))))

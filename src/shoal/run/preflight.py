@@ -64,6 +64,8 @@ def check_ingredients(recipe: Recipe, say: Say | None = None) -> Environment:
             OPENING, f"{OPENING}\n",
         )  # fmt: skip
     tasks = _check_tasks(environment, asking, say or log.debug)
+    if say is not None and asking is not None and tasks:
+        say(asking.rendered(tasks[0]))
     try:
         require_scoring(environment)
     except EnvironmentSetupError as error:

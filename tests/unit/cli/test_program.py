@@ -160,6 +160,11 @@ def test_the_dry_run_says_it(tmp_path: Path, capsys: Capture) -> None:
     assert "held out" not in said.out, "what it prints is a recipe"
 
 
+def test_a_dry_run_shows_a_prompt_as_the_model_gets_it(capsys: Capture) -> None:
+    said = told(capsys, 0, "run", TINY, "--dry-run").err
+    assert "the prompt of task sort/train/0, 7 tokens: '833286='; its tokens: '8' '3' '3' '2' '8' '6' '='" in said
+
+
 def test_a_dry_run_without_the_model_says_what_it_could_not_check(tmp_path: Path, capsys: Capture) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[model]\npath = "large"\n')
