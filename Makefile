@@ -32,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-browser test-vllm lint format docs bench clean
+.PHONY: help install demo screenshots test test-all test-browser test-vllm lint format docs bench clean
 
 help: ## this list
 	@echo "make targets (each installs into $(VENV) on first use):"
@@ -101,6 +101,9 @@ format: $(STAMP) ## put the sources into shape
 
 docs: $(STAMP) ## build the documentation as a site, in site/; REPOSITORY_URL=URL makes links to other files lead there
 	$(BIN)/python -m mkdocs build --strict
+
+screenshots: $(STAMP) ## pictures of the last demo's pages, for README and docs (needs Chromium)
+	$(BIN)/python scripts/make_screenshots.py runs/demo
 
 bench: $(STAMP) ## run every benchmark; results are printed
 	@ls benchmarks/*.py >/dev/null 2>&1 || echo "there are no benchmarks yet"
