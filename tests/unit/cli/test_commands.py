@@ -64,13 +64,13 @@ def test_a_stopped_demo_says_how_to_start_it_as_it_was(tmp_path: Path, monkeypat
 
 COMMANDS: Any = typer.main.get_command(app)
 OPTIONS = """
-    adapter against all allow-leaks assume batch batch-rows bench best calibrate chat cheat check count data device
-    devices dry-run dtype engine env epochs every folder for force form from gpu gpu-hour-price head host hours idle index
-    json keep-versions key keys limit max-bandwidth max-disk max-memory max-new-tokens max-tokens memory min-reward model
-    name node once order origin out outcome owner parameters pass-rate patience peer port prepare private pause profile
-    push rank reason recheck require rescore resume rollouts samples sandbox seed selftest serve set solo split
-    staleness step steps stop task tasks temperature text trained-on trusted unit upstream validation verify
-    version vouch wait without-evidence witness workers
+    adapter against all allow-leaks assume batch batch-rows bench best calibrate chat cheat check count data
+    device devices dry-run dtype engine env epochs every folder for force form from gpu gpu-hour-price head host
+    hours idle index json keep-versions key keys limit max-bandwidth max-disk max-memory max-new-tokens
+    max-tokens memory min-reward model name node once order origin out outcome owner parameters pass-rate patience
+    peer port prepare private pause profile push rank reason recheck require rescore resume rollouts samples
+    sandbox seed selftest serve set solo split staleness step steps stop task tasks temperature text trained-on
+    trusted unit upstream validation verify version vouch wait without-evidence witness workers
 """
 
 

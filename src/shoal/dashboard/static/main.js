@@ -2,7 +2,7 @@
 import { bdi, el } from "./dom.js";
 import { ledger } from "./ledger.js";
 import { follow } from "./net.js";
-import { node, nodes, numbers, overview, policies, recipe, tasks } from "./pages.js";
+import { more, node, nodes, numbers, overview, policies, recipe, tasks } from "./pages.js";
 import { rollout, rollouts } from "./rollouts.js";
 
 const pages = { "": overview, nodes, node, rollouts, rollout, tasks, policies, ledger, recipe };
@@ -31,7 +31,9 @@ async function show(moved) {
 follow((now) => {
   document.getElementById("name").replaceChildren(bdi(now.name));
   document.title = `${now.name}: step ${now.step} of ${now.steps}`;
-  document.getElementById("now")?.replaceChildren(...numbers(now).flat(Infinity).filter(Boolean));
+  for (const [id, made] of [["now", numbers], ["more", more]]) {
+    document.getElementById(id)?.replaceChildren(...made(now).flat(Infinity).filter(Boolean));
+  }
   if (step !== null && now.step !== step && document.getElementById("now")) show(false);
   step = now.step;
 }, (state) => { if (live.textContent !== state) live.textContent = state; });

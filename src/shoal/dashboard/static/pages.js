@@ -13,22 +13,26 @@ export async function overview() {
   const [now, columns] = await Promise.all([view("overview"), view("series")]);
   const parts = Object.keys(columns).filter((name) => name.startsWith("part_"));
   const drawn = [figures[0], ["Parts of the reward", parts], ...figures.slice(1)].map(([title, names]) => chart(title, columns, names));
-  return [el("h1", {}, bdi(now.name)), el("div", { id: "now" }, ...numbers(now)),
+  return [el("h1", {}, bdi(now.name)), el("div", { id: "now" }, numbers(now)),
     el("h2", {}, "Steps"), drawn.some(Boolean) ? el("div", { class: "charts" }, drawn) : el("p", {}, "No step has been trained yet."),
+    el("div", { id: "more" }, more(now)),
     el("p", {}, el("a", { href: csv("series", { points: 1000000 }), download: "" }, "all metrics as CSV"))];
 }
 
 export function numbers(now) {
   const card = (label, value) => el("div", { class: "card" }, el("span", {}, label), el("b", {}, value));
   const states = Object.entries(now.submissions).filter(([, count]) => count);
-  const refused = Object.entries(now.refused).sort((a, b) => b[1] - a[1]);
-  const nodes = Object.entries(now.node_counts).filter(([, count]) => count);
   const told = [...now.standstill, ...now.alarms];
   return [told.map((text) => el("div", { class: "alarm", role: "alert" }, bdi(text))),
     el("div", { class: "cards" }, card("Step", `${format(now.step)} of ${format(now.steps)}`),
       card("State", now.finished ? "finished" : now.conduct), states.map(([name, count]) => card(name, format(count))),
-      card("Credit", format(now.credit)), card("Ledger rows", format(now.ledger_rows)), card("Unscored", format(now.unscored))),
-    el("h2", {}, "Who is here"), table(["role and state", "nodes"], nodes, "Nodes by role and state"),
+      card("Credit", format(now.credit)), card("Ledger rows", format(now.ledger_rows)), card("Unscored", format(now.unscored)))];
+}
+
+export function more(now) {
+  const refused = Object.entries(now.refused).sort((a, b) => b[1] - a[1]);
+  const nodes = Object.entries(now.node_counts).filter(([, count]) => count);
+  return [el("h2", {}, "Who is here"), table(["role and state", "nodes"], nodes, "Nodes by role and state"),
     refused.length ? [el("h2", {}, "Not accepted"), table(["outcome: reason", "groups"], refused, "Groups by reason")] : null,
     now.waits.length ? [el("h2", {}, "Who waits for what"),
       table(["who", "for what", "since"], now.waits.map((each) => [each.who, each.what, when(each.since_ms)]), "Waits")] : null];
