@@ -456,12 +456,12 @@ def test_workflows_and_hooks_are_yaml_that_names_what_is_there() -> None:
 
 # These only go down. A commit that raises one says why.
 RATCHETS = {
-    "lines": 58_920,  # models by id, stop strings, trusted and volunteers' workers, solo, records, pages
-    "statements": 41_250,  # the same
+    "lines": 58_990,  # models by id, stop strings, trusted and volunteers' workers, solo, records, pages
+    "statements": 41_300,  # the same
     "files": 331,
     "files in the fullest folder": 18,  # shoal rollouts has a file of its own
     "names of classes used twice": 0,
-    "test lines": 55_270,  # the same
+    "test lines": 55_280,  # the same
 }
 
 

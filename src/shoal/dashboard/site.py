@@ -35,6 +35,7 @@ HEADERS = {
 }
 HIDDEN = "the owner of this run shows no pages (dashboard.public)"
 LEAST_GZIP = 512
+TABLES = ("series", "nodes", "rollouts", "tasks", "policies")
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would evaluate a cell that begins so
 
 
@@ -81,6 +82,8 @@ class Site:
         except (ValueError, UserError) as error:
             raise Refusal(422, "request.parameter", str(error)[:200]) from error
         if asked.get("format") == "csv":
+            if name not in TABLES:
+                raise Refusal(422, "request.parameter", f"{name} is no table: these are: {', '.join(TABLES)}")
             rows = value if isinstance(value, list) else _rows(value)
             headers = {"content-disposition": f'attachment; filename="{name}.csv"'}
             return _reply(request, _csv(rows), "text/csv; charset=utf-8", headers)

@@ -36,6 +36,7 @@ class Views:
         self._hub, self._recipe = hub, recipe
         self._records = None if records is None else Records(records)
         self._series: tuple[int, dict[str, list[float | None]]] = (-1, {})
+        self._computed: tuple[pa.Table, dict[str, dict[int, int]], dict[str, str]] | None = None
         self.names: dict[str, Callable[[str, Asked, Level], Any]] = {
             "overview": self._overview, "series": self._series_of, "nodes": self._nodes, "node": self._node,
             "rollouts": self._rollouts, "rollout": self._rollout, "tasks": self._tasks, "policies": self._policies,
@@ -99,19 +100,28 @@ class Views:
         )
         for name in ("recent", "refused"):
             story[name] = [{key: getattr(each, key) for key in shown} for each in getattr(full, name)]
-        table = self._table()
-        hour = pc.divide(table["decided_at_ms"], 3_600_000)
-        paid = table.append_column("hour", hour).filter(pc.is_in(table["outcome"], pa.array(["accepted", "dropped"])))
-        hours: dict[str, dict[int, int]] = defaultdict(dict)
-        kinds = dict[str, str]()
-        for each in means(paid, "tokens", "node", "kind", "hour"):
-            kinds[each["node"]] = each["kind"]
-            hours[each["node"]][each["hour"]] = round(each["tokens_mean"] * each["tokens_count"])
+        hours, kinds = self._hours()
         own = hours.get(rest, {})
         others = [median(by.values()) for node, by in hours.items() if node != rest and kinds[node] == kinds.get(rest)]
         story["hours"] = [{"hour_ms": hour * 3_600_000, "tokens": own[hour]} for hour in sorted(own)]
         story["same_kind_tokens_per_hour"] = median(others) if others else None
         return story
+
+    def _hours(self) -> tuple[dict[str, dict[int, int]], dict[str, str]]:
+        """Accepted tokens by node and hour, and each node's kind; computed again when there are new records."""
+        table = self._table()
+        if self._computed is None or self._computed[0] is not table:
+            hour = pc.divide(table["decided_at_ms"], 3_600_000)
+            paid = table.append_column("hour", hour).filter(
+                pc.is_in(table["outcome"], pa.array(["accepted", "dropped"]))
+            )
+            hours: dict[str, dict[int, int]] = defaultdict(dict)
+            kinds = dict[str, str]()
+            for each in means(paid, "tokens", "node", "kind", "hour"):
+                kinds[each["node"]] = each["kind"]
+                hours[each["node"]][each["hour"]] = round(each["tokens_mean"] * each["tokens_count"])
+            self._computed = table, hours, kinds
+        return self._computed[1], self._computed[2]
 
     def _table(self, column: str = "", value: object = None) -> pa.Table:
         """The records without texts, or those with a value in a column; no rows where none are kept."""
@@ -125,19 +135,22 @@ class Views:
             raise ValueError(f"order is one of {', '.join(ORDERS)}; outcome one of {', '.join(OUTCOMES)}")
         chosen: dict[str, Any] = {name: asked.get(name, "") for name in ("reason", "node", "task", "text")}
         chosen |= {name: _whole(asked, name, None) for name in ("unit", "step", "version")}
-        limit, after = min(ROWS, _whole(asked, "limit", ROWS)), max(0, _whole(asked, "after", 0))
+        limit, after = max(1, min(ROWS, _whole(asked, "limit", ROWS))), max(0, _whole(asked, "after", 0))
         wanted = Wanted(order, outcome, **chosen, limit=limit, after=after, seconds=SEARCH_S)
-        found = records.find(wanted)
-        allowed = self._decided({each.unit for each in found}) if level != "owner" else None
-        return [
-            {name: value for name, value in asdict(each).items() if name in records.columns}
-            for each in found
-            if allowed is None or (each.unit in allowed and each.outcome in ("accepted", "dropped"))
-        ]
+        found = records.find(wanted, self._public() if level != "owner" else None)
+        return [{name: value for name, value in asdict(each).items() if name in records.columns} for each in found]
+
+    def _public(self) -> pa.Table:
+        """Rollouts that were accepted, of units that nobody can get any more."""
+        with self._hub.context.storage.read() as reader:
+            alive = [unit.unit for unit in reader.alive_units()]
+        table = self._table()
+        table = table.filter(pc.is_in(table["outcome"], pa.array(["accepted", "dropped"])))
+        return table.filter(pc.invert(pc.is_in(table["unit"], pa.array(alive, pa.int64()))))
 
     def _rollout(self, rest: str, _asked: Asked, level: Level) -> dict[str, Any]:
         records, (group, _, sample) = self._kept(level), rest.partition("/")
-        if not (group.isdigit() and sample.isdigit()):
+        if not (group.isdigit() and sample.isdigit() and len(group) < 16 and len(sample) < 10):
             raise ValueError("a rollout is named by its group and its number in it: /view/rollout/3/0")
         found = records.whole(records.at(int(group), int(sample)))
         if not found:

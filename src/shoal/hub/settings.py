@@ -134,6 +134,11 @@ class HubConfig:
     audit_s: float | None = None  # for one claim of audits; None: by the run's size
 
     @property
+    def records(self) -> bool:
+        """Whether records of rollouts are written."""
+        return self.texts is not None and self.settings.records_gb > 0
+
+    @property
     def rules(self) -> Rules:
         run, settings = self.run, self.settings
         model, lengths = self.model, (run.group_size, run.max_new_tokens, run.max_staleness)

@@ -71,9 +71,9 @@ class Records:
             self._read, self._joined = found, pa.concat_tables(found.values()) if found else empty()
         return self._joined
 
-    def find(self, wanted: Wanted = Wanted()) -> list[RolloutRecord]:
-        """Without texts and tokens, but with them where `wanted.text` is given."""
-        table = self._sorted(self._filtered(wanted), wanted)
+    def find(self, wanted: Wanted = Wanted(), among: pa.Table | None = None) -> list[RolloutRecord]:
+        """Without texts and tokens, but with them where `wanted.text` is given. `among`: rows of the table."""
+        table = self._sorted(self._filtered(wanted, self.table() if among is None else among), wanted)
         if wanted.text:
             return list(self._containing(table, wanted))
         return list(records_of(table.slice(wanted.after, wanted.limit).select(NARROW)))
@@ -103,10 +103,11 @@ class Records:
         counted = pc.value_counts(self.table()[column])
         return {str(pair["values"].as_py()): int(pair["counts"].as_py()) for pair in counted}
 
-    def _filtered(self, wanted: Wanted) -> pa.Table:
+    def _filtered(self, wanted: Wanted, table: pa.Table) -> pa.Table:
         import pyarrow.compute as pc
 
-        table = self.table()
+        if wanted.text:  # of others no text is there
+            table = table.filter(table["kept"])
         for name in ("outcome", "unit", "step", "version"):
             value = getattr(wanted, name)
             if value not in ("", None):
@@ -143,7 +144,7 @@ class Records:
             if left == 0 or time.monotonic() > ends_s:
                 return
             [each] = records_of(self._bulk(file, row))
-            if wanted.text in each.prompt or wanted.text in each.completion:
+            if wanted.text in (each.prompt or "") or wanted.text in (each.completion or ""):
                 if skipped:
                     skipped -= 1
                     continue

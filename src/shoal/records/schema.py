@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FORMAT = b"shoal.records"
-OUTCOMES = ("accepted", "dropped", "rejected", "unsure")
+OUTCOMES = ("accepted", "dropped", "rejected", "unsure", "pulled")
 
 
 @dataclass(frozen=True)

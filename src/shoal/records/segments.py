@@ -3,13 +3,14 @@
 A file's metadata says up to which verdict it goes; so the newest file says where its writer continues after a kill.
 Small files are merged now and then; one whose groups are all in another is left over by a kill, and ignored.
 
-Beyond the budget texts and tokens are kept of a sample of the groups: those whose name, the hash of their bytes, is
-below a limit. Which they are depends on nothing else. Of groups that were not accepted four times as many are kept.
+Beyond the budget texts and tokens are kept of a sample of the groups, drawn by their names and the run's secret. Of
+groups that were not accepted four times as many are kept.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 NAMED = re.compile(r"groups-(\d{10})-(\d{10})\.parquet")
 ROWS_PER_GROUP, SMALL_ROWS, MERGED = 256, 4096, 8
-PREFERRED = 4.0
+PREFERRED, LEAST_RATE = 4.0, 2.0**-12  # numbers and reasons of all stay: below this rate nothing else is left to drop
 Cursor = tuple[int, str]
 """The time of the last verdict that was written, and its submission."""
 
@@ -35,8 +36,9 @@ Cursor = tuple[int, str]
 class Segments:
     """The folder's one writer is the hub that does the run's background work; anybody may read."""
 
-    def __init__(self, folder: Path, budget_bytes: int = 0) -> None:
-        self.folder, self.budget_bytes = folder, budget_bytes
+    def __init__(self, folder: Path, budget_bytes: int = 0, secret: bytes = b"") -> None:
+        """`secret` decides with a submission's name whether it is kept: who sends it can choose the name."""
+        self.folder, self.budget_bytes, self._secret = folder, budget_bytes, secret
         self.next_group, self.cursor, self.rate = 0, (0, ""), 1.0
         self._lock = FolderLock(folder)
 
@@ -71,7 +73,8 @@ class Segments:
 
     def keeps(self, submission: str, outcome: str) -> bool:
         rate = self.rate if outcome == "accepted" else min(1.0, PREFERRED * self.rate)
-        return int(submission[:13], 16) < rate * 16**13
+        drawn = hmac.digest(self._secret, submission.encode(), "sha256") if self._secret else bytes.fromhex(submission)
+        return int.from_bytes(drawn[:6], "big") < rate * 2**48
 
     def append(self, table: pa.Table, cursor: Cursor) -> Path:
         """Write groups that are numbered from `next_group` on."""
@@ -79,7 +82,8 @@ class Segments:
         path = self._write(table, first, last, cursor)
         self.next_group, self.cursor = last + 1, cursor
         self._merge()
-        if self.budget_bytes and sum(each.stat().st_size for each in self.paths()) > self.budget_bytes:
+        size_bytes = sum(each.stat().st_size for each in self.paths()) if self.budget_bytes else 0
+        if size_bytes > self.budget_bytes and self.rate > LEAST_RATE:
             self._thin()
         return path
 

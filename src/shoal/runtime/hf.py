@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.errors import DiskError, EnvironmentSetupError, ModelError, ResourceError, ShoalError, UserError
+from shoal.errors import ConfigError, DiskError, EnvironmentSetupError, ModelError, ResourceError, ShoalError, UserError
 from shoal.runtime.files import resource_error, write_atomically
 from shoal.runtime.limits import show_bytes
 from shoal.runtime.text import count_of, printable
@@ -200,10 +200,16 @@ def _downloaded(name: HubName, kind: Kind, choose: Choose) -> Snapshot:
         from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
         revision = name.revision or "main"
+        if ".." in revision or revision.startswith("/"):
+            raise ConfigError(f"{revision!r:.60} is no revision of {name.repo}: name a commit, a branch or a tag")
         info: Any = HfApi().repo_info(
             name.repo, repo_type=kind, revision=revision, files_metadata=True, timeout=ASKING_S
         )
         pinned = replace(name, revision=str(info.sha))
+        if not pinned.is_pinned or (name.is_pinned and pinned.revision != name.revision):
+            raise ConfigError(
+                f"the server of {name.repo} answers with {info.sha!r:.60} for revision {revision}: refused"
+            )
         sizes = {str(each.rfilename): int(each.size or 0) for each in info.siblings or ()}
 
         def read(file: str) -> Path:

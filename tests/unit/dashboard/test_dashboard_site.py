@@ -79,6 +79,8 @@ def test_strangers_never_see_undecided_units_seeds_or_numbers_of_single_tokens(b
     rows = by_stranger(bench, "/view/rollouts").json()
     assert {(row["unit"], row["outcome"]) for row in rows} == {(0, "accepted")}, "unit 1 is given out again"
     assert {row["unit"] for row in seen(bench, "/view/rollouts").json()} == {0, 1}
+    probed = [by_stranger(bench, f"/view/rollouts?text=A&limit=1&after={place}").json() for place in range(3)]
+    assert [[row["unit"] for row in found] for found in probed] == [[0], [0], []], "hidden ones take no place"
     undecided = next(row for row in seen(bench, "/view/rollouts?unit=1").json())
     assert by_stranger(bench, f"/view/rollout/{undecided['group']}/0").status_code == 403
     shown = by_stranger(bench, f"/view/rollout/{rows[0]['group']}/0").json()
@@ -124,7 +126,8 @@ def test_every_answer_forbids_what_is_not_the_hubs_own_and_is_sent_once(bench: B
     [
         ("/ui/../site.py", 404), ("/ui/%2e%2e/site.py", 404), ("/view/nothing", 404), ("/view/rollout/x/0", 422),
         ("/view/rollouts?order=sideways", 422), ("/view/rollouts?unit=x", 422), ("/view/rollout/9999/0", 404),
-        ("/view/node/nobody", 404), ("/view/ledger?after=x", 422),
+        ("/view/node/nobody", 404), ("/view/overview?format=csv", 422), ("/view/rollout/99999999999999999999/0", 422),
+        ("/view/ledger?after=x", 422),
     ],
 )  # fmt: skip
 def test_bad_addresses_get_a_sentence(bench: Bench, path: str, status: int) -> None:

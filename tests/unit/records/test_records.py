@@ -217,6 +217,7 @@ def test_beyond_the_budget_a_sample_keeps_its_texts_and_every_row_its_numbers(tm
         outcome: sum(each.kept for each in found if each.outcome == outcome) for outcome in ("accepted", "rejected")
     }
     assert 0 < counts["accepted"] < counts["rejected"]
+    assert records.find(Wanted(text="no such text")) == [], "texts that are left out are not searched"
     assert all(each.kept == segments.keeps(each.submission, each.outcome) for each in found if each.group < 60)
 
 

@@ -40,7 +40,7 @@ HOLD_S = 1.0
 SHOWN_PER_S = 5.0  # refusals in the log: an attacker does not decide how much is written to the disk
 SHOWN_PATH_BYTES = 120
 EVENTS, FOLLOWED_S, FOLLOW_EACH_S = "/view/events", 20.0, 2.0
-VIEWERS, VIEWERS_OF_ONE = 64, 4
+VIEWERS, VIEWERS_OF_ONE, PAGES_AT_ONCE = 64, 4, 2  # pages leave threads and memory to everybody's calls
 LOOK_AGAIN_S = 0.5  # what another hub changes in a shared database comes without notice: long polls look so often
 HEADER_REQUEST = "shoal-request"
 
@@ -70,6 +70,7 @@ class App:
     ) -> None:
         hub = self.hub = Hub(config, clock)
         self._pages, self._viewers = None if pages is None else pages(hub), Counter[str]()
+        self._showing = asyncio.Semaphore(PAGES_AT_ONCE)
         self.edge = Edge(config)
         intake = self.edge.intake
         figures = lambda: read_figures(hub.context, hub.work.late, hub.work.drawing.unusable)  # noqa: E731
@@ -114,7 +115,7 @@ class App:
             if request.path == EVENTS:
                 return await self._events(request, self._pages)
             async with self.edge.reading_of(request.client) if request.client else nullcontext():
-                return await self.edge.in_thread(self._pages.answer, request)
+                return await self.edge.in_turn(self._showing, partial(self.edge.in_thread, self._pages.answer, request))
         call, named = _find(request)
         at = Parameters()
         if call.at is not Parameters:
@@ -137,9 +138,9 @@ class App:
         """The next state that differs from the one that the viewer has; after a while the same again. A browser asks
         again by itself, and says which it had last. All viewers share one computation."""
         request.route, began_s, level = EVENTS, time.monotonic(), pages.level(request)
-        if self._viewers[""] >= VIEWERS or self._viewers[request.client] >= VIEWERS_OF_ONE:
+        if self._viewers["*"] >= VIEWERS or (request.client and self._viewers[request.client] >= VIEWERS_OF_ONE):
             raise Refusal(429, "rate.viewers", "too many follow this run already: look at its pages without", 60)
-        viewed = Counter({"", request.client})
+        viewed = Counter({"*", request.client})
         self._viewers += viewed
         try:
             while True:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from shoal.errors import ShoalError
 from shoal.hub.service.context import Context
 from shoal.hub.state.rows import LeaseRow, SubmissionRow, SubmissionState, UnitState
@@ -19,6 +21,7 @@ from shoal.protocol.verdict import TokenTrace
 from shoal.records import FOLDER, Segments
 
 GROUPS_PER_TICK, FLUSH_ROLLOUTS, FLUSH_MS = 64, 512, 20_000
+FLUSH_TOKENS = 2**20
 SETTLED_MS = 2_000  # decisions of the last moments may still be on their way into the database
 SHARED_MS = 10_000  # where several hubs write
 AGAIN_MS = 60_000
@@ -48,10 +51,12 @@ class JudgedGroup:
 class Archiving:
     def __init__(self, context: Context) -> None:
         self._context, self._rows, self._names = context, list[dict[str, Any]](), list[str]()
+        self._tokens = 0
         self._cursor, self._since_ms, self._is_open = (0, ""), 0, False
         budget = round(context.config.settings.records_gb * 1e9)
-        wanted = context.config.texts is not None and budget > 0
-        self._segments = Segments(context.config.folder / FOLDER, budget) if wanted else None
+        self._segments = (
+            Segments(context.config.folder / FOLDER, budget, context.secret) if context.config.records else None
+        )
 
     def tick(self, now_ms: int) -> None:
         """Records serve people: what fails is tried again later, and never ends the hub."""
@@ -59,19 +64,23 @@ class Archiving:
             return
         try:
             self._collect(self._segments, now_ms - (SHARED_MS if self._context.storage.is_shared else SETTLED_MS))
-            if len(self._rows) >= FLUSH_ROLLOUTS or (self._rows and now_ms - self._since_ms >= FLUSH_MS):
+            if (
+                len(self._rows) >= FLUSH_ROLLOUTS
+                or self._tokens >= FLUSH_TOKENS
+                or (self._rows and now_ms - self._since_ms >= FLUSH_MS)
+            ):
                 self._flush(self._segments)
             if not self._rows:
                 self._since_ms = now_ms
-        except (ShoalError, OSError) as error:
-            log.warning("records of rollouts cannot be written, tried again in %d s: %s", AGAIN_MS // 1000, error)
+        except Exception as error:  # noqa: BLE001
+            log.warning("records of rollouts cannot be written, tried again in %d s: %s", AGAIN_MS // 1000, repr(error))
             self.rest()
             self._since_ms = now_ms + AGAIN_MS
 
     def rest(self) -> None:
         """Another hub does the background work: what is not written yet is read again by the next writer."""
         if self._segments is not None and self._is_open:
-            self._rows, self._names, self._is_open = [], [], False
+            self._rows, self._names, self._tokens, self._is_open = [], [], 0, False
             self._segments.close()
 
     def close(self) -> None:
@@ -79,11 +88,12 @@ class Archiving:
         if self._segments is None or not self._context.leads:
             return
         try:
-            while self._collect(self._segments, self._context.clock.now_ms()):
-                pass
-            if self._rows:
-                self._flush(self._segments)
-        except (ShoalError, OSError) as error:
+            found = 1
+            while found:
+                found = self._collect(self._segments, self._context.clock.now_ms())
+                if self._rows:
+                    self._flush(self._segments)
+        except Exception as error:  # noqa: BLE001
             log.warning("the last records of rollouts are not written, the next start does it: %s", error)
         self.rest()
 
@@ -98,13 +108,17 @@ class Archiving:
             units = reader.units_named([row.unit for row in found])
             leases = reader.leases_named([row.lease for row in found])
             step = reader.standing().next_step if found else 0
-        for row in found:
+        for place, row in enumerate(found):
+            if self._tokens >= FLUSH_TOKENS:  # the rest comes with the next call
+                return place
             unit, signed = units[row.unit], json.loads(verdicts.get(row.submission) or "{}")
             is_dropped = unit.state == UnitState.DROPPED and unit.submission == row.submission
             group = JudgedGroup(
                 self._number, step, row, unit.task, is_dropped, leases[row.lease], signed.get("document", {})
             )
-            self._rows += self._group_rows(segments, group, traces.get(row.submission))
+            rows = self._group_rows(segments, group, traces.get(row.submission))
+            self._rows += rows
+            self._tokens += sum(each["tokens"] for each in rows)
             self._names.append(row.submission)
             self._number, self._cursor = self._number + 1, (row.decided_at_ms or 0, row.submission)
         return len(found)
@@ -115,7 +129,7 @@ class Archiving:
         segments.append(table_of(self._rows), self._cursor)
         with self._context.storage.write() as transaction:
             transaction.forget_traces(self._names)
-        self._rows, self._names = [], []
+        self._rows, self._names, self._tokens = [], [], 0
 
     def _group_rows(self, segments: Segments, group: JudgedGroup, trace: bytes | None) -> list[dict[str, Any]]:
         lease = json.loads(group.lease.document or "{}").get("document", {})
@@ -155,9 +169,10 @@ class Archiving:
     def _rollouts(self, row: SubmissionRow) -> Sequence[Rollout]:
         """None if the body cannot be read: that is why it was rejected, or the store has lost it."""
         try:
-            return unpack(
-                self._context.blobs.get(row.submission), Submission, self._context.config.submission_limits
-            ).rollouts
+            body = self._context.blobs.get(row.submission)
+            rollouts = unpack(body, Submission, self._context.config.submission_limits).rollouts
+            most = 4 * self._context.rules.max_new_tokens  # bytes; what is longer was rejected for it
+            return [each if len(each.tokens) <= most else replace(each, tokens=each.tokens[:most]) for each in rollouts]
         except ShoalError as error:
             log.debug("submission %s is recorded without its tokens: %s", row.submission[:16], error)
             return []

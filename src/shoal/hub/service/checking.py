@@ -105,7 +105,8 @@ class Checking:
                     raise Refusal(422, "verdict.environment", sentence)
                 require_environment(self._context, digest, "verdict.environment", "verdict")
                 rulings.append(Ruling(verdict, node.node, signed.model_dump_json()))
-                traces |= _trace(verdict.submission, report.traces.get(verdict.submission))
+                if self._context.config.records:
+                    traces |= _trace(verdict.submission, report.traces.get(verdict.submission))
             except Refusal as refusal:
                 refused.append(_refused(str(signed.document.get("submission", ""))[:64], refusal))
         self._showing.keep(ruling.verdict for ruling in rulings)
