@@ -47,14 +47,14 @@ def rollouts(
 ) -> None:
     """Show what the model wrote: also what was dropped, rejected or unsure, with rewards and reasons."""
     from shoal.records import ORDERS, OUTCOMES, Wanted, open_records
-    from shoal.run.folder import find_run
+    from shoal.run.folder import RunFolder, find_run
 
     for word, known in ((order, ORDERS), (outcome, ("", *OUTCOMES))):
         if word not in known:
             raise UserError(f"{word!r} is not one of {', '.join(filter(None, known))}{meant(word, known)}")
     if out is not None and out.suffix not in EXPORTS:
         raise UserError(f"--out {out}: the name must end with {' or '.join(EXPORTS)}")
-    records = open_records(run or find_run(None))
+    records = open_records(RunFolder.open(Path(run or find_run(None))).path)
     wanted = Wanted(order, outcome, reason, node, task, text, unit, step, version, limit, seed=seed)  # type: ignore[arg-type]
     found = records.whole(records.find(wanted))
     if out is not None:
@@ -79,8 +79,8 @@ def rollout_lines(record: RolloutRecord, previous: RolloutRecord | None = None, 
     target = f" of {record.length_target} asked" if record.length_target else ""
     yield ""
     yield (
-        f"── unit {record.unit} sample {record.sample}, task {printable(record.task)}, step {record.step}, policy "
-        f"{record.incarnation}.{record.version}, node {record.node[:12]}: {record.outcome}, {reward}"
+        f"── unit {record.unit} sample {record.sample}, task {printable(record.task)}, judged at step {record.step}, "
+        f"policy {record.incarnation}.{record.version}, node {record.node[:12]}: {record.outcome}, {reward}"
     )
     yield f"   {count_of(record.tokens, 'token')}{target}, ended by {record.finish}{f'; {because}' if because else ''}"
     if not record.kept:
@@ -151,10 +151,11 @@ def plot(
 ) -> None:
     """Draw how one or several runs went: reward and its parts, held-out score, length, entropy, speed, outcomes."""
     from shoal.records.figures import charts_of, draw
+    from shoal.run.folder import RunFolder
     from shoal.runtime.extras import require
 
     if out.suffix not in IMAGES:
         raise UserError(f"--out {out}: the name must end with {' or '.join(IMAGES)}")
     require("plot", "drawing a run")
-    draw({run.name: charts_of(run) for run in runs}, out)
+    draw({run.name: charts_of(RunFolder.open(run).path) for run in runs}, out)
     echo(f"{out}")

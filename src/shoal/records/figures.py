@@ -55,7 +55,10 @@ def _outcomes(run: Path) -> Chart:
     counts = Counter((outcome, step) for sample, outcome, step in pairs if sample == 0)
     steps = sorted({step for _, step in counts})
     outcomes = sorted({outcome for outcome, _ in counts})
-    return Chart("groups", {name: [(step, counts[name, step]) for step in steps] for name in outcomes})
+    return Chart(
+        "groups judged while a step was next",
+        {name: [(step, counts[name, step]) for step in steps] for name in outcomes},
+    )
 
 
 def draw(runs: Mapping[str, Sequence[Chart]], out: Path) -> None:

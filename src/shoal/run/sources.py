@@ -57,7 +57,11 @@ def export_run(
     path, base = parts(recipe.model.path)
     adapters_of = base or (path if hf.parse(path) else str(model_folder(path).absolute())) if adapter else ""
     progress = TrainerProgress(folder.run_id, 0, 0)  # the checkpoint says which version it is
-    card = ModelCard(progress, base_model=hub_name(adapters_of or path), environment=recipe.environment.name)
+    card = ModelCard(
+        progress,
+        base_model=hub_name(adapters_of or path),
+        environment=recipe.environment.file.stem if recipe.environment.file else recipe.environment.name,
+    )
 
     def manifest_of(progress: TrainerProgress) -> PolicyManifest | None:
         data = Tree(folder.path / "origin").read(manifest_key((progress.incarnation, progress.version)))

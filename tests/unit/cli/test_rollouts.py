@@ -78,7 +78,8 @@ def test_rollouts_are_exported_with_all_columns(run: Path, capsys: Capture, tmp_
         ("rollouts RUN --order bst", "did you mean 'best'?"),
         ("rollouts RUN --outcome lost", "accepted, dropped, rejected"),
         ("rollouts RUN --out all.csv", "must end with .parquet or .jsonl"),
-        ("rollouts EMPTY", "has no records of rollouts yet"),
+        ("rollouts EMPTY", "is not a run's folder"),
+        ("plot EMPTY", "is not a run's folder"),
         ("plot RUN --out all.pdf", "must end with .png or .svg"),
         ("why 999 RUN", "there is no unit 999"),
         ("why nobody RUN", "there is no unit and no node 'nobody'"),
@@ -96,7 +97,10 @@ def test_figures_are_written_for_several_runs(run: Path, capsys: Capture, tmp_pa
         told(capsys, 0, "plot", run, run, "--out", tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(start)
     drawn = (tmp_path / "two.svg").read_text()
-    assert all(f"<!-- {title} -->" in drawn for title in ("reward", "parts of the reward", "held-out score", "groups"))
+    assert all(
+        f"<!-- {title} -->" in drawn
+        for title in ("reward", "parts of the reward", "held-out score", "groups judged while a step was next")
+    )
     assert "<!-- entropy -->" not in drawn, "no run has it"
 
 
