@@ -19,7 +19,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 RESULTS = "benchmarks/results"
-SHOWN = ("*.md", "docs/**/*.md", "docs/**/*.svg", f"{RESULTS}/*.md", f"{RESULTS}/*.png")
+SHOWN = ("*.md", "docs/**/*.md", "docs/**/*.svg", "docs/**/*.png", f"{RESULTS}/*.md", f"{RESULTS}/*.png")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 FENCED = re.compile(r"(^```.*?^```$)", re.M | re.S)
 ITEM_TEXT = re.compile(r"^ {2,3}(?=\S)", re.M)
