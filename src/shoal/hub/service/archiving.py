@@ -167,7 +167,7 @@ class Archiving:
         return found
 
     def _rollouts(self, row: SubmissionRow) -> Sequence[Rollout]:
-        """None if the body cannot be read: that is why it was rejected, or the store has lost it."""
+        """Empty if the body cannot be read: it was rejected for that, or the store has lost it."""
         try:
             body = self._context.blobs.get(row.submission)
             rollouts = unpack(body, Submission, self._context.config.submission_limits).rollouts
